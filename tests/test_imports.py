@@ -57,10 +57,11 @@ def test_no_help_needs_more_than_the_configuration() -> None:
         "    assert not heavy, (line, heavy)\n"
         "    light = 'numpy' not in sys.modules\n"
         "    assert light or line, 'megajax --help'\n"
-        "try:\n"
-        "    main('train demo --mesh.data 8 --simulate-devices 2'.split())\n"
-        "except ValueError as error:\n"
-        "    assert 'needs 8 devices, but there are 2' in str(error), error\n"
+        "for words in 'train demo', *(f'{command} --checkpoint x' for command in ('generate', 'eval mnli')):\n"
+        "    try:\n"
+        "        main([*words.split(), '--mesh.data', '8', '--simulate-devices', '2'])\n"
+        "    except ValueError as error:\n"
+        "        assert 'needs 8 devices, but there are 2' in str(error), error\n"
         "assert 'jax' not in sys.modules\n"
     )
     found = subprocess.run([sys.executable, "-c", script, *HELPS], capture_output=True, text=True)

@@ -16,6 +16,7 @@ from megajax.evaluation.options import OVERLAPPING, PAPER_OVERLAP, PRETRAINED
 from megajax.host.paths import check_path
 from megajax.runs.ownership import check_outside_runs
 from megajax.settings.flags import Parser, add_flag
+from megajax.start.launch import check_mesh_of_flags
 
 USAGE = "TASK --checkpoint RUN [RUN ...] [--step N|latest|best] [--data PATH [PATH ...]] [--flag value ...]"
 CONFIG_FLAGS = ("mesh", "pipeline.vocabulary", "distributed", "simulate_devices", "precision", "train.microbatch")
@@ -55,6 +56,7 @@ def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
             raise UserError(f"--predictions is not for {args.task}; valid: {_ANSWERED}")
         check_outside_runs(Path(args.predictions), "--predictions")
     overrides = parser.overrides(args)
+    check_mesh_of_flags(overrides)
     result = _finetuned(args, overrides) if args.task in TASKS else _pretrained(args, overrides)
     from megajax.host.processes import is_first_process
 

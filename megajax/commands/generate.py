@@ -16,6 +16,7 @@ from megajax.generation.generate_options import GenerateOptions, template_args
 from megajax.host.paths import check_path
 from megajax.settings.config import Config
 from megajax.settings.flags import Parser, add_flag
+from megajax.start.launch import check_mesh_of_flags
 
 CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision", "compilation_cache", "compilation_cache_size")
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str]) -> None:
     check_path(args.checkpoint, "--checkpoint")
     options = GenerateOptions(**parser.overrides(args, GenerateOptions))
     overrides = parser.overrides(args, Config)
+    check_mesh_of_flags(overrides)
     if overrides.get("mesh.pipe", 1) != 1:
         raise UserError(f"--mesh.pipe {overrides['mesh.pipe']}: generation has no pipeline; valid: --mesh.pipe 1")
 

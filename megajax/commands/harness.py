@@ -8,6 +8,7 @@ from megajax.core.errors import UserError
 from megajax.core.options import AT_LEAST_ZERO, Option, suggest
 from megajax.host.paths import check_path
 from megajax.settings.flags import Parser, add_flag
+from megajax.start.launch import check_mesh_of_flags
 
 _FLAGS = "mesh", "distributed", "simulate_devices", "precision", "compilation_cache", "compilation_cache_size"
 _LIMIT = Option("limit", int, 0, "examples of each task; 0: all", AT_LEAST_ZERO)
@@ -33,6 +34,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     parser.add_config_flags(*_FLAGS, "plugins")
     args = parser.parse_args(argv)
     check_path(args.checkpoint, "--checkpoint")
+    check_mesh_of_flags(parser.overrides(args))
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager

@@ -143,17 +143,22 @@ def _check_experts(config: Config) -> None:
         )
 
 
-def validate_mesh(config: Config, num_devices: int) -> None:
-    """Check what any use of the model needs, not only training: the mesh against devices and the model's sizes."""
-    model, mesh = config.model, config.mesh
-    check_schedule(config.pipeline, mesh.pipe, model.num_layers, model.dense_layers)
+def check_devices(mesh: MeshConfig, num_devices: int, num_processes: int = 1) -> None:
+    """Check that a mesh has as many devices as there are."""
     if mesh.num_devices != num_devices:
-        devices = -(-mesh.num_devices // max(1, config.distributed.num_processes))  # per process
+        devices = -(-mesh.num_devices // max(1, num_processes))  # per process
         simulated = "" if options(Config)["simulate_devices"].problem(devices) else f", or --simulate-devices {devices}"
         raise UserError(
             f"{mesh.flags()} needs {mesh.num_devices} devices, but there are {num_devices}; valid: "
             f"sizes whose product is {num_devices}{simulated}"
         )
+
+
+def validate_mesh(config: Config, num_devices: int) -> None:
+    """Check what any use of the model needs, not only training: the mesh against devices and the model's sizes."""
+    model, mesh = config.model, config.mesh
+    check_schedule(config.pipeline, mesh.pipe, model.num_layers, model.dense_layers)
+    check_devices(mesh, num_devices, config.distributed.num_processes)
     heads, by_heads = model.num_heads // mesh.tensor, model.context_attention == "heads"
     if by_heads and mesh.context > 1 and heads % mesh.context and model.num_heads % mesh.tensor == 0:
         raise UserError(

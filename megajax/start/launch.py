@@ -11,10 +11,13 @@ import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from megajax.core.config import MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.private import backends_are_initialized
 from megajax.settings.config import Config
+from megajax.settings.validation import check_devices
 from megajax.start.compilation_cache import keep_compiled
 from megajax.start.joining import find_others
 
@@ -124,13 +127,21 @@ def _simulate(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def known_devices(config: Config) -> int:
+def check_mesh_of_flags(overrides: Mapping[str, Any]) -> None:
+    """Refuse the mesh that flags name if it is known, without importing JAX, that there are other devices."""
+    sizes = {key.removeprefix("mesh."): size for key, size in overrides.items() if key.startswith("mesh.")}
+    alone = sizes and "distributed.coordinator" not in overrides
+    if alone and (count := known_devices(overrides.get("simulate_devices", 0))):
+        check_devices(MeshConfig(**sizes), count)
+
+
+def known_devices(simulated: int) -> int:
     """How many devices `start` will find, where that is known without importing JAX, for which this process has not
-    been set up yet: the simulated ones, or one CPU; otherwise 0."""
-    if "jax" in sys.modules or _is_multiprocess(config):
+    been set up yet: the `simulated` ones, or one CPU; otherwise 0."""
+    if "jax" in sys.modules or in_cluster(os.environ):
         return 0
-    if config.simulate_devices:
-        return config.simulate_devices
+    if simulated:
+        return simulated
     platforms, several = os.environ.get("JAX_PLATFORMS", ""), "device_count" in os.environ.get("XLA_FLAGS", "")
     plugins = importlib.util.find_spec("libtpu") or importlib.metadata.entry_points(group="jax_plugins")
     only_cpu = platforms == "cpu" or not (platforms or plugins or _has_cuda())

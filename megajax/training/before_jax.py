@@ -18,7 +18,7 @@ LIBRARIES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 def check_before_jax(config: Config) -> None:
     """Check what training needs besides its data, and its mesh where JAX's devices are known without it."""
     check_given(config)
-    if count := known_devices(config):
+    if not config.distributed.coordinator and (count := known_devices(config.simulate_devices)):
         validate(config, count)
 
 

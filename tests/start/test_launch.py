@@ -122,8 +122,7 @@ def test_devices_that_are_known_before_jax_is_imported(environment, plugin, coun
     environment.delitem(sys.modules, "jax")
     for name, value in variables.items():
         environment.setenv(name, value)
-    config = dataclasses.replace(tiny_config(), simulate_devices=simulated)
-    assert launch.known_devices(config) == count and "jax" not in sys.modules
+    assert launch.known_devices(simulated) == count and "jax" not in sys.modules
 
 
 def test_the_old_name_of_the_memory_s_share_stays_alone(environment, plugin):
