@@ -15,6 +15,7 @@ from megajax.settings.config import Config
 from megajax.settings.model_checks import check_lora, check_model
 from megajax.settings.option_errors import as_flag, check, check_read
 
+NEED_VALIDATION = "checkpoint.keep_best", "data.validation"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -171,7 +172,7 @@ def _check_validation(config: Config) -> None:
         return
     if not config.pretrains and not config.data.validation_fraction and not config.data.dev:
         raise UserError("--data.validation-fraction 0 without --data.dev; valid: more than 0, or --data.dev")
-    for key in ("checkpoint.keep_best", "data.validation"):
+    for key in NEED_VALIDATION:
         if attrgetter(key)(config):
             raise UserError(f"{options(Config)[key].flag} with --train.eval-every 0; valid: 1 or more steps")
 

@@ -17,6 +17,7 @@ from rich.table import Column
 from rich.text import Text
 
 from megajax.host.transcript import printable, transcript
+from megajax.training.figures import in_words
 
 _EVERY = 60.0  # seconds between two plain lines about the same phase
 _BAR, _SHORT_BAR = 15, 6  # columns; the short one on terminals below _WIDE
@@ -163,7 +164,7 @@ class StepsDisplay(Display):
     ) -> None:
         """Show a validation loss, in nats per token, of the split or a named set; `details` replace its perplexity."""
         suffix = f" of {name}" if name else ""
-        figures = [f"{figure.removeprefix('validation_')} {value:.4f}" for figure, value in details.items()]
+        figures = [in_words(figure.removeprefix("validation_"), value) for figure, value in details.items()]
         more = "  ".join(figures) or f"perplexity {math.exp(min(loss, 700.0)):.2f}"
         self.print_step(step, f"validation loss{suffix} {loss:.4f}  {more}")
 

@@ -31,6 +31,13 @@ class Speed:
         return {"tflops_per_device": rate / 1e12, **share, **memory_figures(jax.local_devices())}
 
 
+def in_words(name: str, value: float, *, percent: bool = False) -> str:
+    """A measure of a validation or a task with its name; `percent` says that accuracies are already in percent."""
+    if "accuracy" in name:
+        return f"{name} {value if percent else 100 * value:.2f}%"
+    return f"{name} {value:{',' if isinstance(value, int) else '.4f' if abs(value) < 10 else '.2f'}}"
+
+
 def memory_figures(devices: Iterable[Any]) -> dict[str, int]:
     """Current and peak memory use of the fullest device in bytes, by their names in metrics.jsonl; empty on CPUs."""
     stats = [figures for device in devices if (figures := device.memory_stats())]

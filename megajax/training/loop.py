@@ -382,7 +382,8 @@ class Trainer:
             validation = self.validator.evaluate(steps, self._weights(), train.eval_batches)
         waited = self.data_seconds / self.seconds if self.seconds else None
         bits = self.validator.bits_per_byte(validation)
-        for line in end_lines(self.config, self.first, validation, bits, self.dev_figures, waited):
+        why = "no validation data" if self.data.validation is None else "--train.eval-every 0"
+        for line in end_lines(self.config, self.first, validation or why, bits, self.dev_figures, waited):
             say(line)
         with self.log.display.phase("sampling", announced=False):
             text = printable(sample(self.config, self.program, self._weights(), self.data.tokenizer))

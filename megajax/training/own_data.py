@@ -5,12 +5,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megajax.core.errors import UserError, told
+from megajax.core.options import options
 from megajax.core.program.loss import loss_of
 from megajax.core.program.program import Program
 from megajax.data.config import DATA_SETS
@@ -19,6 +21,7 @@ from megajax.data.synthetic import random_batch
 from megajax.data.tasks.samples import EpochOrder
 from megajax.host.paths import check_path
 from megajax.runs.init import named_or_init_tokenizer
+from megajax.settings.checks import NEED_VALIDATION
 from megajax.settings.config import Config
 from megajax.training.batches import Given, batch_of
 from megajax.training.given import OwnData
@@ -191,4 +194,8 @@ def without_validation(config: Config, data: OwnData | None) -> Config:
     """The configuration, without validation if the data has nothing for that."""
     if data is None or data.validation is not None:
         return config
+    for key in NEED_VALIDATION:
+        if attrgetter(key)(config):
+            valid = "valid: data with a validation set, or without it"
+            raise UserError(f"{options(Config)[key].flag}: this data has nothing to validate on; {valid}")
     return dataclasses.replace(config, train=dataclasses.replace(config.train, eval_every=0))

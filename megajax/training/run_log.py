@@ -18,6 +18,7 @@ from megajax.runs.metrics import DEV, cut_metrics, is_of_dev
 from megajax.settings.config import TRACKERS, Config, to_toml, to_values
 from megajax.training.display import StepsDisplay
 from megajax.training.experts_plot import ExpertsPlot
+from megajax.training.figures import in_words
 from megajax.training.plot import Curves, LossPlot
 from megajax.training.trackers import Events, MetricsFile, Tracker
 from megajax.training.tracking import LibraryTracker
@@ -117,7 +118,8 @@ class RunLog:
     def record_task(self, step: int, name: str, figures: Mapping[str, float]) -> None:
         """Record and show the figures of an `--evaluate` task after `step` steps, as `TASK/FIGURE`."""
         self._record(step, {f"{name}/{figure}": value for figure, value in figures.items()})
-        self.display.print_step(step, "  ".join([name, *(f"{each} {value:.5g}" for each, value in figures.items())]))
+        words = (in_words(each, value, percent=f"{name}/" == DEV) for each, value in figures.items())
+        self.display.print_step(step, "  ".join([name, *words]))
 
     def record_text(self, step: int, name: str, text: str) -> None:
         """Record a text after `step` steps, such as "sample"."""

@@ -16,6 +16,7 @@ from megajax.runs.ownership import check_outside_runs, marked_format
 from megajax.settings.config import Config
 from megajax.start.launch import start
 from megajax.training.begin import train_here
+from megajax.training.figures import in_words
 
 _REPORT = "seeds.json"
 _KIND = "seeds of a task"
@@ -96,5 +97,7 @@ def _report(config: Config, folder: Path, runs: list[Config]) -> None:
     }
     write_atomically(folder / _REPORT, json.dumps(report, indent=2, allow_nan=False) + "\n")
     for seed, figures in done.items():
-        print(f"seed {seed}: {figure} {figures[figure]:.2f}{'  (median)' if seed == median else ''}")
-    print(f"median {figure} {done[median][figure]:.2f}: {checkpoint}; written to {folder / _REPORT}", flush=True)
+        words = in_words(figure, figures[figure], percent=True)
+        print(f"seed {seed}: {words}{'  (median)' if seed == median else ''}")
+    words = in_words(figure, done[median][figure], percent=True)
+    print(f"median {words}: {checkpoint}; written to {folder / _REPORT}", flush=True)

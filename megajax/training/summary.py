@@ -13,6 +13,7 @@ from megajax.generation.choice import Sampling
 from megajax.generation.text import continuation_text
 from megajax.generation.window import continue_in_windows, one_row
 from megajax.settings.config import Config
+from megajax.training.figures import in_words
 
 _WRITTEN = {
     "config.toml": "the resolved configuration, usable as a preset",
@@ -46,16 +47,13 @@ def sample(config: Config, program: Program, params: Any, tokenizer: Tokenizer |
 
 
 def validation_text(config: Config, parts: Mapping[str, Perplexity], bits_per_byte: float | None = None) -> str:
-    """A line about the last validation, from its losses by name, or about there being none. Of a task's loss no
-    perplexity is told."""
-    if not parts:
-        return "not validated (no validation data, or --train.eval-every 0)"
+    """A line about a validation, from its losses by name. Of a task's loss no perplexity is told."""
     if "next_token" in parts:
         only, bits = parts["next_token"], "" if bits_per_byte is None else f", {bits_per_byte:.3f} bits per byte"
         return f"validation perplexity {only.perplexity:.2f} (loss {only.loss:.4f}{bits})"
     texts = []
     for name, result in parts.items():
-        loss = f"loss {result.loss:.4f}" + f", accuracy {result.accuracy:.1%}" * bool(result.hits)
+        loss = f"loss {result.loss:.4f}" + f", {in_words('accuracy', result.accuracy)}" * bool(result.hits)
         of_text = result.hits and config.pretrains
         texts.append(f"{name} perplexity {result.perplexity:.2f} ({loss})" if of_text else f"{name} {loss}")
     return f"validation: {', '.join(texts)}"
@@ -64,23 +62,26 @@ def validation_text(config: Config, parts: Mapping[str, Perplexity], bits_per_by
 def end_lines(
     config: Config,
     first: int,
-    validation: Mapping[str, Perplexity],
+    validation: Mapping[str, Perplexity] | str,
     bits_per_byte: float | None,
     dev: Mapping[str, float],
     waited: float | None,
 ) -> Iterator[str]:
-    """Lines printed after the last step: progress, the last `validation`, a task's figures on `dev`, and the share of
-    time that the steps `waited` for data (None without steps). Earlier starts took `first` steps."""
+    """Lines printed after the last step: progress, the last `validation`, or why there is none, a task's figures on
+    `dev`, and the share of time that the steps `waited` for data (None without steps). Earlier starts took `first`
+    steps."""
     steps = config.train.steps
     if first >= steps:
         yield (
             f"nothing to train: {Path(config.run_dir)} already has {first} steps and --train.steps is "
             f"{steps}; pass a larger --train.steps to continue, or another --run-dir for a new run"
         )
-    text, part = validation_text(config, validation, bits_per_byte), _part_of_the_split(config, validation)
+    text, part = f"not validated ({validation})", ""
+    if not isinstance(validation, str):
+        text, part = validation_text(config, validation, bits_per_byte), _part_of_the_split(config, validation)
     yield f"{text} after {max(first, steps)} step{'s' * (max(first, steps) != 1)}{part}"
     if dev:
-        figures = (f"{name} {value:{'.2f' if isinstance(value, float) else ','}}" for name, value in dev.items())
+        figures = (in_words(name, value, percent=True) for name, value in dev.items())
         yield f"dev of {config.task.name}: {', '.join(figures)}"
     if waited is not None:
         yield f"waited for data: {waited:.2%} of the training time"

@@ -12,6 +12,7 @@ from tiny import full
 
 from megajax.settings.flags import parse
 from megajax.training.begin import with_total_steps
+from megajax.training.figures import in_words
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +63,7 @@ def test_epochs(tuning: Finetuning, tmp_path: Path, flags: tuple, steps: int) ->
     out = tuning.train("mnli", run, *flags).out
     (line,) = [line for line in out.splitlines() if line.startswith("dev of mnli: ")]
     for name, value in dev_of(run, before=int("--evaluate" in flags)).items():
-        assert (f"{name} {value:.2f}" if name != "records" else f"records {value}") in line
+        assert in_words(name, value, percent=True) in line
     assert "weights: fresh" in out and ("step 2/3  dev  " in out) == ("--evaluate" in flags)
     rates = [line["learning_rate"] for line in training(run)]
     assert len(rates) == steps

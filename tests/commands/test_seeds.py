@@ -43,8 +43,8 @@ def test_finished_seeds_are_not_trained_again(
         assert entry["records"] == 24 and "accuracy_matched" in entry
     lines = done.out.splitlines()
     for seed, accuracy in figures.items():
-        assert f"seed {seed}: accuracy {accuracy:.2f}" + ("  (median)" if seed == median else "") in lines
-    assert f"median accuracy {figures[median]:.2f}: {checkpoint}" in lines[-1]
+        assert f"seed {seed}: accuracy {accuracy:.2f}%" + ("  (median)" if seed == median else "") in lines
+    assert f"median accuracy {figures[median]:.2f}%: {checkpoint}" in lines[-1]
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ from megajax.core.program.state import TrainState
 from megajax.library.own import with_own
 from megajax.runs.writing import new_state
 from megajax.settings.config import Config
-from megajax.training.own_data import DataSet, OrderedBatches, TaughtBatches, own_data
+from megajax.training.own_data import DataSet, OrderedBatches, TaughtBatches, of_run, own_data
 
 SMALL = {"num_layers": 1, "hidden_size": 16, "dropout": 0.0}
 
@@ -255,6 +255,7 @@ def test_what_train_cannot_do_says_what_is_valid(tmp_path: Path) -> None:
     model = megajax.Model(config, program, TrainState({}, *[None] * 5), 0, None)  # type: ignore[arg-type]
     weights = {"shared": {}, "blocks": {}}
     further = {"model.prediction_modules": 1}
+    best = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, keep_best=1))
     others = lambda step: []  # noqa: E731
     others.tokenizer = "ours"
     predicting, of_rows = megajax.load_preset("demo", further), megajax.Loss(confident, per="row")
@@ -265,6 +266,7 @@ def test_what_train_cannot_do_says_what_is_valid(tmp_path: Path) -> None:
         (lambda: model.train(3, "run", data=7), r"data: a int; valid: an object with len\(\) and \[i\]"),
         (lambda: model.train(3, "run", data=Counting(0)), "data: it is empty; valid: at least one entry"),
         (lambda: model.train(3, tmp_path / "run"), "--data.path missing; valid"),
+        (lambda: of_run(best, 3, "run", own_data(best, program, None, [], None, None)), "keep-best: this data has no"),
         (lambda: own_data(config, program, "theirs", others, None, None), "the teacher has another tokenizer; valid"),
         (
             lambda: own_data(with_own(config, megajax.distillation(), None), program, None, None, None, None),

@@ -21,7 +21,7 @@ from megajax.settings.preset_files import preset_names
 from megajax.settings.presets import load_preset, resolve
 from megajax.training.begin import _keep_config, with_total_steps
 from megajax.training.describe import _step_memory, changed_rate, precision_line, rate_warning
-from megajax.training.figures import Speed, memory_figures, memory_in_use
+from megajax.training.figures import Speed, in_words, memory_figures, memory_in_use
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,22 @@ from megajax.training.figures import Speed, memory_figures, memory_in_use
 )
 def test_peaks_by_device(kind: str, precision: str, peak: float | None) -> None:
     assert peak_of_device(kind, precision) == peak
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "percent", "text"),
+    [
+        ("accuracy", 1.0, False, "accuracy 100.00%"),
+        ("sentence_order_accuracy", 0.87349, False, "sentence_order_accuracy 87.35%"),
+        ("accuracy_matched", 87.349, True, "accuracy_matched 87.35%"),
+        ("f1", 93.1234, True, "f1 93.12"),
+        ("loss", 0.17494, True, "loss 0.1749"),
+        ("records", 9812, True, "records 9,812"),
+    ],
+)
+def test_measures_in_words(name: str, value: float, percent: bool, text: str) -> None:
+    """An accuracy looks the same wherever it stands, whether it is known as a share or in percent."""
+    assert in_words(name, value, percent=percent) == text
 
 
 def test_mfu_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
