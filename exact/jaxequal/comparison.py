@@ -15,7 +15,7 @@ from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jaxequal.errors import UserError
+from jaxequal.errors import UserError, brief
 from jaxequal.flow import equations, programs
 from jaxequal.numbers import PRIMES, Value, is_float, seeded, signed
 from jaxequal.programs import (
@@ -54,6 +54,7 @@ class Comparison:
         return self.words
 
 
+@brief
 def compare(
     f: Callable[..., Any],
     g: Callable[..., Any],
@@ -100,6 +101,7 @@ def compare(
     return Comparison(False, f"different: {problem}") if problem else _Both(of_f, of_g, inputs, seed).compared(repeats)
 
 
+@brief
 def assert_equal(f: Callable[..., Any], g: Callable[..., Any], args: Sequence[Any], *more: Any, **options: Any) -> None:
     """Raise an `AssertionError` with what `compare` found, unless it is true; takes what `compare` takes."""
     found = compare(f, g, args, *more, **options)
@@ -107,6 +109,7 @@ def assert_equal(f: Callable[..., Any], g: Callable[..., Any], args: Sequence[An
         raise AssertionError(str(found))
 
 
+@brief
 def over_meshes(**sizes: Sequence[int]) -> Any:
     """Parametrize a test of pytest by `mesh`, the sizes of axes: every combination of `data=(1, 2), tensor=(1, 4)`."""
     import pytest

@@ -1,8 +1,18 @@
 """The two exceptions whose messages are meant for the person who started the program."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import inspect
+import os
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
+T = TypeVar("T", bound=Callable[..., Any])
+
+_INSTALLED = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<frozen")
+_OURS = "jaxequal", "megajax"
 _MOST = 2000  # characters of a message
 
 
@@ -34,7 +44,8 @@ class UserError(_OneLine, ValueError):
 
 @contextlib.contextmanager
 def told(what: str, valid: str) -> Iterator[None]:
-    """Say what failed in code of the user, and what would be valid, in place of any exception but a `UserError`."""
+    """Say what failed where in code of the user, and what would be valid, in place of any exception but a
+    `UserError`."""
     try:
         yield
     except UserError:
@@ -42,7 +53,40 @@ def told(what: str, valid: str) -> Iterator[None]:
     except Exception as error:
         first, *more = str(error).strip().partition("\n\n")[0].splitlines() or [""]
         first = " ".join([first, *map(str.strip, more)]) if first.endswith(":") else first
-        raise UserError(f"{what}: {type(error).__name__}: {first}; valid: {valid}") from error
+        raise UserError(f"{what}: {type(error).__name__}: {first}{_whence(error)}; valid: {valid}") from None
+
+
+def _whence(error: BaseException) -> str:
+    """The innermost line of the user's own code that an error is from."""
+    lines = [
+        f" ({frame.f_code.co_filename}:{line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(_INSTALLED)
+        and frame.f_globals.get("__name__", "").partition(".")[0] not in _OURS
+    ]
+    return "".join(lines[-1:])
+
+
+def brief(public: T) -> T:
+    """A public function, or a class with its public methods, whose errors of this module are raised without the frames
+    inside it, which tell the user nothing; `JAX_TRACEBACK_FILTERING=off` keeps them."""
+    if isinstance(public, type):
+        for name, method in vars(public).copy().items():
+            if inspect.isfunction(method) and not name.startswith("_"):
+                setattr(public, name, brief(method))
+        return public
+
+    @functools.wraps(public)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return public(*args, **options)
+        except _OneLine as error:
+            if os.environ.get("JAX_TRACEBACK_FILTERING") == "off":
+                raise
+            error.__notes__ = [note for note in getattr(error, "__notes__", ()) if "JAX has removed" not in note]
+            raise error.with_traceback(None) from None
+
+    return call  # type: ignore[return-value]
 
 
 class RunError(_OneLine, RuntimeError):

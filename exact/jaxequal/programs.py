@@ -2,11 +2,9 @@
 
 import functools
 import re
-import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -111,8 +109,9 @@ class TracedFunction:
                 call = functools.partial(inputs.call, function)
                 jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*inputs.leaves.values())
         except UserError as error:
-            what_is_valid = f"{error}{_whence(error.__cause__)}"
-            raise UserError(what_is_valid) from error.__cause__
+            meshes = "mesh={'data': 2, …}, or a jax.sharding.AbstractMesh with axes of the type Auto"
+            of_mesh = re.search(r"\bmesh|devices|\baxis name", str(error))
+            raise UserError(f"{error}{f'; where devices do not exist, {meshes}' if of_mesh else ''}") from None
         for equation in equations(jaxpr.jaxpr):
             dtypes = (variable.aval.dtype for variable in ([] if [*programs(equation)] else equation.outvars))
             if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
@@ -149,17 +148,6 @@ class TracedFunction:
 def line_of(equation: Any) -> str:
     """Of the program, without folders."""
     return source_info_util.summarize(equation.source_info).rpartition("/")[2]
-
-
-def _whence(error: BaseException | None) -> str:
-    """Where in the user's code an error of tracing is from, and what helps if a mesh is the cause."""
-    ours = (*(str(Path(each).parent) for each in (__file__, jax.__file__)), "<frozen")
-    frames = traceback.extract_tb(error.__traceback__ if error else None)
-    lines = [f" ({each.filename}:{each.lineno})" for each in frames if not each.filename.startswith(ours)]
-    meshes = (
-        "; where devices do not exist, mesh={'data': 2, …}, or a jax.sharding.AbstractMesh with axes of the type Auto"
-    )
-    return "".join(lines[-1:]) + meshes * bool(re.search(r"\bmesh|devices|\baxis name", str(error)))
 
 
 class Observed:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megajax.core.errors import UserError
-from megajax.core.options import suggest
+from megajax.core.options import counted, suggest
 from megajax.host import completion
 from megajax.host.paths import check_path
 from megajax.host.transcript import printable
@@ -56,7 +56,7 @@ def import_hf(argv: Sequence[str]) -> None:
         print(f"not in the safetensors, so initialized randomly: {' and '.join(fresh)}")
     if source.tokenizer is None:
         print("it has no tokenizer: to train on text, add --tokenizer.path")
-    sizes = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}"
+    sizes = f"{counted(model.num_layers, 'layer')} of {model.hidden_size}, vocabulary {model.vocab_size}"
     flags = training_flags(model, run_dir)
     further = f"; continue training with: megajax train {run_dir / 'config.toml'} {flags}" if flags else ""
     other = "bf16" if source.config.precision == "fp32" else "fp32"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 from megajax.commands import harness
 from megajax.core.errors import UserError
-from megajax.core.options import Option, Range
+from megajax.core.options import Option, Range, suggest
 from megajax.data.tasks.registry import TASKS
 from megajax.data.text.inputs import check_input
 from megajax.evaluation.options import OVERLAPPING, PAPER_OVERLAP, PRETRAINED
+from megajax.host import completion
 from megajax.host.paths import check_path
 from megajax.runs.ownership import check_outside_runs
 from megajax.settings.flags import Parser, add_flag
@@ -46,6 +48,11 @@ def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
     predictions = f"file to write the answers to; for {_ANSWERED}"
     parser.add_path("--predictions", default="", metavar="FILE", help=predictions)
     parser.add_config_flags(*CONFIG_FLAGS, *START_FLAGS, *(f"task.{name}" for name in TASK_FLAGS))
+    if argv and argv[0] not in NAMES and re.fullmatch(r"[a-z]\w+", argv[0]) and not completion.asked():
+        near = suggest(argv[0], [*NAMES, "harness"], "")
+        if not near or "_" in argv[0]:
+            theirs = f"for a task of lm-eval: {prog} harness {argv[0]}"
+            raise UserError(f"TASK {argv[0]!r}; {near}{' ' * bool(near)}valid: {', '.join(NAMES)}; {theirs}")
     args = parser.parse_args(argv)
     for path in args.checkpoint:
         check_path(path, "--checkpoint")

@@ -3,9 +3,9 @@ imports nothing of megajax, so that its errors end a command as ours do."""
 
 from typing import Any
 
-from jaxequal.errors import RunError, UserError, shortened, told
+from jaxequal.errors import RunError, UserError, brief, shortened, told
 
-__all__ = ["Damaged", "RunError", "UserError", "shortened", "told"]
+__all__ = ["Damaged", "RunError", "UserError", "brief", "shortened", "told"]
 
 
 class Damaged(UserError):

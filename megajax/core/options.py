@@ -231,6 +231,12 @@ def options(owner: type) -> dict[str, Option]:
     return table
 
 
+def counted(number: float, noun: str, form: str = ",") -> str:
+    """`1 step`, `2,000 steps`, `2 processes`."""
+    text = f"{number:{form}}"
+    return f"{text} {noun}{'' if text == '1' else 'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
 def suggest(unknown: str, valid: Iterable[str], otherwise: str) -> str:
     """The end of an error message about an unknown key, flag or name: the nearest valid ones, or `otherwise`."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, brief
 from megajax.core.models.own_loss import Loss
 from megajax.core.program.program import Program
 from megajax.library.model import Model
@@ -27,6 +27,7 @@ from megajax.training.before_jax import check_there
 from megajax.training.begin import check_own, with_total_steps
 
 
+@brief
 def load_preset(name_or_file: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """The configuration of a preset.
 
@@ -40,6 +41,7 @@ def load_preset(name_or_file: str | Path, overrides: Mapping[str, Any] | None = 
     return presets.resolve(presets.load_preset(name_or_file), overrides, decay_follows=False)
 
 
+@brief
 def make_program(config: Config, devices: Sequence[jax.Device] | None = None) -> Program:
     """A configuration on its mesh (`program.mesh`): how the state is sharded (`program.layout`), and what is compiled.
 
@@ -67,6 +69,7 @@ def _in_steps(config: Config) -> Config:
     return with_total_steps(config, None) if config.pretrains and not config.train.epochs else config
 
 
+@brief
 def init(
     config: Config | str | Path,
     *,
@@ -100,6 +103,7 @@ def init(
         return Model(_in_steps(config), program, first_state(config, program)[0], 0, tokenizer, config)
 
 
+@brief
 def restore(
     run_dir: str | Path,
     overrides: Mapping[str, Any] | None = None,

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, brief
 from megajax.data.tasks.registry import TASKS
 from megajax.evaluation.finetuned import evaluate_task
 from megajax.evaluation.pretrained import EVALUATIONS
 from megajax.library.progress import progress
 
 
+@brief
 def evaluate(
     run_dir: str | Path,
     task: str = "perplexity",

@@ -17,10 +17,11 @@ from jax import Array
 
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import write_run
-from megajax.core.errors import UserError, told
+from megajax.core.errors import UserError, brief, told
 from megajax.core.models.own_loss import Loss
 from megajax.core.models.registry import FAMILIES
 from megajax.core.models.staged import count_parameters
+from megajax.core.options import counted
 from megajax.core.program.program import Program
 from megajax.core.program.scoring import logits, scores, task_logits
 from megajax.core.program.state import TrainState
@@ -56,6 +57,7 @@ from megajax.training.loop import Trainer
 from megajax.training.own_data import Batches, OrderedBatches, of_run, own_data, registered_data, whole_batch
 
 
+@brief
 class Model:
     """A model on the mesh of a configuration, made by `init` or `restore`. With `train.ema` all but `train_step` and
     `train`, whose loss is that of the weights in training, use the average of its weights.
@@ -91,7 +93,7 @@ class Model:
 
     def __repr__(self) -> str:
         config, model = self.config, self.config.model
-        size = f"{count_parameters(model):,} parameters, {model.num_layers} layers of {model.hidden_size}"
+        size = f"{count_parameters(model):,} parameters, {counted(model.num_layers, 'layer')} of {model.hidden_size}"
         own = f", loss {config.own_loss.name}" if config.own_loss else ""
         trained = f", optimizer {config.optimizer.name}{own}" if self._state is not None else ""
         return f"Model({model.family}, {size}, {config.precision}; mesh {config.mesh}; step {self.step}{trained})"

@@ -62,4 +62,4 @@ def warn_of_cost(program: Program) -> None:
     layout = program.layout
     if layout.mixing and layout.own and layout.own.elementwise is None:
         line = f"{own_optimizer_line(program)}; elementwise=False silences this"
-        warnings.warn(line, UserWarning, stacklevel=3)
+        warnings.warn(line, UserWarning, stacklevel=4)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from megajax.core.axes import EXPERT
 from megajax.core.backend import backend_of
 from megajax.core.config import MeshConfig
+from megajax.core.errors import brief
 from megajax.core.mesh import RULES, make_mesh
 from megajax.core.models.router import in_compute_dtype
 from megajax.core.models.staged import StagedModel
@@ -33,6 +34,7 @@ Weights = Mapping[str, Any]
 _WHOLE = PartitionSpec()
 
 
+@brief
 class PlainModel:
     """The model of a configuration, without dropout. It holds no weights; all methods are pure functions.
 

@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, brief
 from megajax.library.model import Model
 from megajax.training.batches import Given, batch_of
 from megajax.training.own_data import Batches, TaughtBatches
 
 
+@brief
 def with_teacher(
     batches: Batches,
     teacher: Model,

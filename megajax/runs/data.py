@@ -12,6 +12,7 @@ from typing import Any
 
 from megajax.core.errors import UserError
 from megajax.core.models.registry import FAMILIES
+from megajax.core.options import counted
 from megajax.data.samples import gpt, pairs
 from megajax.data.samples.base import CorpusSamples, EpochSamples
 from megajax.data.samples.blend import BlendedSamples, JoinedSamples
@@ -50,16 +51,17 @@ class RunData:
         for corpus, samples, share in zip(self.corpora, parts, shares, strict=True):
             report = corpus.report
             skipped = (
-                f", {report.skipped_files} files skipped because they are not UTF-8" if report.skipped_files else ""
+                f", {counted(report.skipped_files, 'file')} skipped for not being UTF-8" if report.skipped_files else ""
             )
             files = f" ({report.dominated})" if report.dominated else ""
             alone = f", {report.single_sentence_documents:,} of them of one sentence" if report.sentences else ""
-            sentences = f"{report.sentences:,} sentences of " if report.sentences else ""
+            sentences = f"{counted(report.sentences, 'sentence')} of " if report.sentences else ""
             full = " of the full batch" if config.train.ramp_start else ""
+            epoch = counted(samples.epoch_size / share / config.train.global_batch, "step", ",.4g")
             yield (
                 f"data{f' ({share:.4g} of the samples)' if blended else ''}: {report.tokens:,} tokens in {sentences}"
-                f"{report.documents:,} documents{alone} of {report.source}{files}{skipped}; "
-                f"an epoch is {samples.epoch_size / share / config.train.global_batch:,.4g} steps{full}"
+                f"{counted(report.documents, 'document')}{alone} of {report.source}{files}{skipped}; "
+                f"an epoch is {epoch}{full}"
             )
         if self.validation is not None:
             held, total = self.validation.num_tokens, sum(corpus.report.tokens for corpus in self.corpora)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megajax.core.errors import UserError
 from megajax.core.models.registry import FAMILIES
+from megajax.core.options import counted
 from megajax.data.samples.masking import WordPieces
 from megajax.data.tasks.records import Record
 from megajax.data.tasks.registry import TASKS
@@ -48,10 +49,10 @@ class TaskData:
             cut = "".join(f", {count:,} {what}" for what, count in samples.counts.items() if count)
             kind = f"in {len(samples):,} windows" if len(samples) != len(samples.records) else "each a sample"
             if TASKS[config.task.name].continues_text:
-                kind = f"packed in {len(samples):,} rows"
-            yield f"{config.task.name} {name}: {len(samples.records):,} records, {kind}{cut}"
+                kind = f"packed in {counted(len(samples), 'row')}"
+            yield f"{config.task.name} {name}: {counted(len(samples.records), 'record')}, {kind}{cut}"
         full = " of the full batch" if config.train.ramp_start else ""
-        yield f"an epoch is {self.train.epoch_size / config.train.global_batch:,.4g} steps{full}"
+        yield f"an epoch is {counted(self.train.epoch_size / config.train.global_batch, 'step', ',.4g')}{full}"
         shared = shared_contexts(self.train_samples.records, self.validation.records)
         if shared and TASKS[config.task.name].head != "classes":  # these share single sentences anyway
             yield f"warning: the contexts of {shared:,} dev records also occur in the training records"

@@ -5,7 +5,7 @@ from functools import wraps
 from typing import Any, get_args
 
 from megajax.core.config import LOSSES, METRICS
-from megajax.core.errors import UserError, told
+from megajax.core.errors import UserError, brief, told
 from megajax.core.models.registry import ACTIVATIONS, FAMILIES, GATED, NORMS, SCORES
 from megajax.core.optim.config import OPTIMIZERS, SCHEDULES, Shape
 from megajax.data.config import DATA_SETS
@@ -36,6 +36,7 @@ _VALID = {  # of those whose calls know neither kind nor name
 _registered: set[tuple[str, str]] = set()
 
 
+@brief
 def register(kind: str, name: str, thing: Callable[..., Any]) -> None:
     """Make `name` a valid value of an option, for presets and flags too, if a module named by `--plugins` does this.
 

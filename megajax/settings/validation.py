@@ -9,7 +9,7 @@ from megajax.core.axes import CONTEXT, EXPERT, PIPE, ROW_AXES, TENSOR
 from megajax.core.config import MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
-from megajax.core.options import options
+from megajax.core.options import counted, options
 from megajax.core.traits import Size, Through
 from megajax.data.samples.loader import BatchSizes
 from megajax.settings.checks import check_values
@@ -148,8 +148,9 @@ def check_devices(mesh: MeshConfig, num_devices: int, num_processes: int = 1) ->
     if mesh.num_devices != num_devices:
         devices = -(-mesh.num_devices // max(1, num_processes))  # per process
         simulated = "" if options(Config)["simulate_devices"].problem(devices) else f", or --simulate-devices {devices}"
+        there = f"there {'is' if num_devices == 1 else 'are'} {num_devices}"
         raise UserError(
-            f"{mesh.flags()} needs {mesh.num_devices} devices, but there are {num_devices}; valid: "
+            f"{mesh.flags()} needs {counted(mesh.num_devices, 'device', '')}, but {there}; valid: "
             f"sizes whose product is {num_devices}{simulated}"
         )
 

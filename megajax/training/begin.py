@@ -12,6 +12,7 @@ import jax
 
 from megajax.core.errors import RunError, UserError
 from megajax.core.optim.config import UNKNOWN, Horizon, OptimizerConfig
+from megajax.core.options import counted
 from megajax.core.program.program import Program
 from megajax.core.program.train_step import train_step
 from megajax.host import reading
@@ -103,7 +104,7 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
         ours = with_total_steps(config, data.train, kept, order)
         program = Program(ours, program.mesh)
         if skip_finished and _is_finished(run_dir, ours.train.steps):
-            say(f"finished: {run_dir} has {ours.train.steps} steps and its dev results")
+            say(f"finished: {run_dir} has {counted(ours.train.steps, 'step')} and its dev results")
             return
         if is_first_process():
             transcript.begin(run_dir)

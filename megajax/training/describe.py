@@ -11,6 +11,7 @@ from megajax.core.models.freeze import names_of, untrained_layers
 from megajax.core.models.lora import LORA
 from megajax.core.models.staged import count_parameters
 from megajax.core.optim.config import OptimizerConfig
+from megajax.core.options import counted
 from megajax.core.pipeline.timing import StageTimes, pending_weights, step_time
 from megajax.core.program.memory import factor_bytes, kept_bytes, left_by_zero, state_bytes, whole_bytes
 from megajax.core.program.program import Program
@@ -37,12 +38,12 @@ def describe(
     state = state_bytes(program)
     platform, sequence = jax.devices()[0].platform, ", sequence parallel" if config.sequence_parallel else ""
     lines = [
-        f"model: {count_parameters(config.model):,} parameters, {config.model.num_layers} layers of "
+        f"model: {count_parameters(config.model):,} parameters, {counted(config.model.num_layers, 'layer')} of "
         f"{config.model.hidden_size}, {config.precision}",
         *_adapters(program),
         _frozen(program),
-        f"mesh: {config.mesh} on {_counted(jax.device_count(), f'{platform.upper()} device')}, "
-        f"{_counted(jax.process_count(), 'process')}{sequence}",
+        f"mesh: {config.mesh} on {counted(jax.device_count(), f'{platform.upper()} device')}, "
+        f"{counted(jax.process_count(), 'process')}{sequence}",
         *pipeline_lines(program),
         _layers_line(config, program),
         _context_line(program),
@@ -144,11 +145,6 @@ def _step_memory(config: Config, program: Program) -> str:
     return f"memory: {plan.total / 2**20:,.1f} MiB per device planned, state and batch included ({_mebibytes(parts)})"
 
 
-def _counted(number: int, name: str) -> str:
-    """`1 process`, `2 processes`."""
-    return f"{number} {name}{'' if number == 1 else 'es' if name.endswith('s') else 's'}"
-
-
 def _mebibytes(parts: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)
 
@@ -160,7 +156,7 @@ def batch_line(config: Config) -> str:
     parts = f"{count} microbatches of {train.microbatch} with gradient accumulation"
     alone = f"one microbatch of {train.microbatch}, no gradient accumulation"
     each = f"on each of {ranks} data-parallel ranks " if ranks > 1 else ""
-    return f"batch: {train.global_batch} sequences per step; {each}{parts if count > 1 else alone}"
+    return f"batch: {counted(train.global_batch, 'sequence')} per step; {each}{parts if count > 1 else alone}"
 
 
 def _ramp(config: Config, order: Order) -> list[str]:
@@ -169,7 +165,7 @@ def _ramp(config: Config, order: Order) -> list[str]:
     if len(stages) == 1:
         return []
     return [
-        f"global batch: {stages[0].size} sequences, growing by {train.ramp_increment} to "
+        f"global batch: {counted(stages[0].size, 'sequence')}, growing by {train.ramp_increment} to "
         f"{train.global_batch} at step {stages[-1].first_step + 1:,}; {len(stages)} sizes, each "
         "compiled when it is reached"
     ]

@@ -13,6 +13,7 @@ import jax
 
 from megajax.core.errors import UserError
 from megajax.core.optim.config import Horizon
+from megajax.core.options import counted
 from megajax.core.program.program import Program
 from megajax.data.text.corpus import has_only_tokenizer
 from megajax.data.text.inputs import read_folders
@@ -74,7 +75,7 @@ def dry_run(config: Config) -> None:
     steps, done = config.train.steps, max(complete(Path(config.run_dir) / "checkpoints"), default=0)
     would = f"the same command would train steps {done + 1} to {steps} in {config.run_dir}"
     if done >= steps:
-        would = f"there would be nothing to train: {config.run_dir} already has {done} steps"
+        would = f"there would be nothing to train: {config.run_dir} already has {counted(done, 'step')}"
     say(f"dry run: nothing was trained or kept; without --dry-run {would}")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megajax.core.errors import UserError, told
-from megajax.core.options import options
+from megajax.core.options import counted, options
 from megajax.core.program.loss import loss_of
 from megajax.core.program.program import Program
 from megajax.data.config import DATA_SETS
@@ -153,7 +153,8 @@ def own_data(
             raise UserError(f"train: a corpus lacks {names} of loss {loss.name}; valid: batches or data with them")
         return None
     samples = DataSet(data, program, "data")
-    words = f"{len(samples):,} entries of the caller; an epoch is {len(samples) / config.train.global_batch:,.4g} steps"
+    epoch = counted(len(samples) / config.train.global_batch, "step", ",.4g")
+    words = f"{len(samples):,} {'entry' if len(samples) == 1 else 'entries'} of the caller; an epoch is {epoch}"
     return OwnData(None, EpochOrder(samples, config.seed), held_out, tokenizer, words)
 
 

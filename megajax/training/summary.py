@@ -6,6 +6,7 @@ from typing import Any
 
 from megajax.core.batch import BatchSpec
 from megajax.core.models.registry import FAMILIES
+from megajax.core.options import counted
 from megajax.core.program.program import Program
 from megajax.data.text.tokenizer import Tokenizer
 from megajax.evaluation.scoring import Perplexity
@@ -73,13 +74,13 @@ def end_lines(
     steps = config.train.steps
     if first >= steps:
         yield (
-            f"nothing to train: {Path(config.run_dir)} already has {first} steps and --train.steps is "
+            f"nothing to train: {Path(config.run_dir)} already has {counted(first, 'step', '')} and --train.steps is "
             f"{steps}; pass a larger --train.steps to continue, or another --run-dir for a new run"
         )
     text, part = f"not validated ({validation})", ""
     if not isinstance(validation, str):
         text, part = validation_text(config, validation, bits_per_byte), _part_of_the_split(config, validation)
-    yield f"{text} after {max(first, steps)} step{'s' * (max(first, steps) != 1)}{part}"
+    yield f"{text} after {counted(max(first, steps), 'step', '')}{part}"
     if dev:
         figures = (in_words(name, value, percent=True) for name, value in dev.items())
         yield f"dev of {config.task.name}: {', '.join(figures)}"

@@ -10,7 +10,7 @@ from rich.status import Status
 from rich.text import Text
 
 from megajax.core.models.config import ModelConfig
-from megajax.core.options import options
+from megajax.core.options import counted, options
 from megajax.core.traits import Changes, ShrinkRule, Size
 from megajax.settings.config import Config
 from megajax.settings.option_errors import compared
@@ -70,10 +70,10 @@ class Report:
         seconds = f"{time.monotonic() - self._began:.0f} s"
         checks = len(result.verdict.findings)
         if result.passed:
-            self._print(f"\nall {checks} checks agree, {seconds}")
+            self._print(f"\nall {checks} checks agree, {seconds}" if checks > 1 else f"\n1 check agrees, {seconds}")
             return
         failed = result.verdict.failed
-        self._print(f"\n{len(failed)} of {checks} checks differ, {seconds}")
+        self._print(f"\n{len(failed)} of {counted(checks, 'check')} differ{'s' * (len(failed) == 1)}, {seconds}")
         for line in explanation(result):
             self._print(line)
 

@@ -3,7 +3,7 @@
 TRAIN = "train.py TINY --run-dir ODD/new"
 SEARCH = "plan gpt2-355m --no-compile --search --devices"
 GOLDEN = {
-    f"{TRAIN} --mesh.data 3": "--mesh.data 3 x --mesh.pipe 1 x --mesh.tensor 1 needs 3 devices, but there are 1; "
+    f"{TRAIN} --mesh.data 3": "--mesh.data 3 x --mesh.pipe 1 x --mesh.tensor 1 needs 3 devices, but there is 1; "
     "valid: sizes whose product is 1, or --simulate-devices 3",
     f"{TRAIN} --data.path ODD/beside/set": "ODD/beside/set.bin: token id 300 at position 500 is beyond the vocabulary; "
     "valid: 0 to 299, with --model.vocab-size 300; the largest id here is 300",

@@ -4,6 +4,7 @@ weights, whatever they are trained on afterwards. docs/library.md, its blocks ru
 import dataclasses
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -270,6 +271,15 @@ def test_the_page_of_ones_own(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert isinstance(model, megajax.Model) and model.step == 20 and "loss confident" in out
     told = [line.split() for line in out.splitlines() if line[:1].isdigit()]
     assert [int(words[0]) for words in told] == [*range(1, 21)] and float(told[-1][1]) < float(told[0][1])
+
+
+def test_ones_own_mistake_is_shown_without_our_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's line, that which raises, and none of JAX's notes."""
+    for filtering, shown in (("", range(2, 3)), ("off", range(4, 10))):
+        monkeypatch.setenv("JAX_TRACEBACK_FILTERING", filtering)
+        with pytest.raises(megajax.UserError, match=r"did you mean train\.steps") as caught:
+            megajax.load_preset("demo", {"train.stepps": 1})
+        assert len(traceback.extract_tb(caught.tb)) in shown and caught.value.__cause__ is None
 
 
 def test_what_is_offered() -> None:

@@ -175,7 +175,7 @@ def test_values_that_are_wrong_by_themselves_name_the_flag_and_what_is_valid(
 
 def test_the_mesh_must_have_the_size_of_the_devices() -> None:
     found = user_error(validate, demo(mesh__data=2, mesh__pipe=2, mesh__tensor=2), 1)
-    assert "--mesh.data 2 x --mesh.pipe 2 x --mesh.tensor 2 needs 8 devices, but there are 1" in found
+    assert "--mesh.data 2 x --mesh.pipe 2 x --mesh.tensor 2 needs 8 devices, but there is 1" in found
     assert "--simulate-devices 8" in found
     config = resolve(load_preset("demo"), CLUSTER | {"mesh.data": 8})
     assert "--simulate-devices 4" in user_error(validate, config, 2)

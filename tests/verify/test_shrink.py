@@ -277,7 +277,7 @@ def test_of_a_right_mesh(capsys) -> None:
     assert lines[0] == "gpt2-8.3b on 64 x 1 x 8 (data x pipe x tensor), on 16 simulated devices"
     assert lines[1].startswith("folded to 4 x 1 x 4") and "num_layers 72 -> 2" in lines[2]
     assert "fp64 losses" in text and "3.0e-16" in text and "limit 1e-12" in text and "DIFFERS" not in text
-    assert "all 1 checks agree" in lines[-1]
+    assert "1 check agrees" in lines[-1]
     assert figures["passed"] and figures["mesh"] == (64, 1, 8) and figures["verified_mesh"] == (4, 1, 4)
     assert figures["checks"][0]["figure"] == 3e-16 and figures["first_difference"] is None
     json.dumps(figures)
@@ -295,7 +295,7 @@ def test_of_a_right_mesh(capsys) -> None:
 def test_of_a_wrong_mesh(capsys, sets, words) -> None:
     axes, first = AxesThatDiffer(tuple(sets), SMALL.config), "mlp_up of layer 1, forward: different numbers"
     text, figures = printed(capsys, Result(Verdict((RIGHT, WRONG)), axes, first))
-    assert "1 of 2 checks differ" in text and f"axes       {words}" in text
+    assert "1 of 2 checks differs" in text and f"axes       {words}" in text
     assert "first      mlp_up of layer 1, forward" in text and "blocks/mlp/up/weight, layer 1, step 1  DIFFERS" in text
     assert figures["axes"] == [list(axes) for axes in sets] and not figures["passed"]
 

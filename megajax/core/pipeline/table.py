@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megajax.core.options import counted
+
 IDLE = -1
 
 
@@ -91,7 +93,7 @@ class Schedule:
     def size(self) -> str:
         """Stages, chunks and microbatches, as text."""
         chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
-        return f"{self.num_stages} stages{chunks}, {self.num_microbatches} microbatches"
+        return f"{counted(self.num_stages, 'stage')}{chunks}, {counted(self.num_microbatches, 'microbatch')}"
 
     def cells(self) -> list[list[Cell]]:
         """What runs in each tick, on each stage."""

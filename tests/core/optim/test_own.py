@@ -140,4 +140,4 @@ def test_what_is_no_optimizer_is_told_in_one_line() -> None:
     )
     assert "the function returned 3; valid" in user_error(OwnOptimizer(lambda rate: 3).transformation, CONFIG)
     broken = optax.stateless(lambda updates, params: updates["nothing"])
-    assert "optimizer: KeyError: 'nothing'; valid" in user_error(by_layer, broken)
+    assert "optimizer: KeyError: 'nothing' (" in user_error(by_layer, broken)
