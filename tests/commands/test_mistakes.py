@@ -83,7 +83,7 @@ EVALUATING = [
     (
         "eval.py",
         """
-        => TASK | hellaswag => eval.py harness hellaswag | perplexity => --checkpoint | perplexity --checkpoint ODD |
+        => TASK | hellaswag => eval harness hellaswag | perplexity => --checkpoint | perplexity --checkpoint ODD |
         lambada --checkpoint TRAINED --data ODD/bad.jsonl --overlap 2 |
         wikitext103 --checkpoint TRAINED --data ODD/empty.txt --overlap 33
         """,
