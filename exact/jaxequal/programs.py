@@ -109,9 +109,11 @@ class TracedFunction:
                 call = functools.partial(inputs.call, function)
                 jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*inputs.leaves.values())
         except UserError as error:
-            meshes = "mesh={'data': 2, …}, or a jax.sharding.AbstractMesh with axes of the type Auto"
-            of_mesh = re.search(r"\bmesh|devices|\baxis name", str(error))
-            raise UserError(f"{error}{f'; where devices do not exist, {meshes}' if of_mesh else ''}") from None
+            what_is_valid = str(error)
+            if re.search(r"\bmesh|devices|\baxis name", what_is_valid):
+                meshes = "mesh={'data': 2, …}, or a jax.sharding.AbstractMesh with axes of the type Auto"
+                what_is_valid += f"; where devices do not exist, {meshes}"
+            raise UserError(what_is_valid) from None
         for equation in equations(jaxpr.jaxpr):
             dtypes = (variable.aval.dtype for variable in ([] if [*programs(equation)] else equation.outvars))
             if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):

@@ -23,6 +23,13 @@ from megajax.settings.plugins import load_plugins, plugins_in
 from megajax.settings.preset_files import names_in_folders, preset_names
 from megajax.settings.presets import Preset, load_preset, read_preset, resolve
 
+# What people set, with which `--help` begins.
+COMMON = (
+    "run_dir data.path tokenizer.path init precision seed resume sequence_parallel mesh.data mesh.expert mesh.pipe "
+    "mesh.context mesh.tensor pipeline.schedule pipeline.chunks pipeline.weight_gradients train.steps "
+    "train.global_batch train.microbatch train.remat train.eval_every optimizer.name optimizer.learning_rate "
+    "optimizer.warmup_steps optimizer.schedule optimizer.zero checkpoint.every track plugins simulate_devices"
+)
 MESH_FLAGS = " ".join(f"[--mesh.{axis} N]" for axis in AXES)  # for usage lines
 
 
@@ -67,7 +74,6 @@ class Parser(argparse.ArgumentParser):
                     self._sections[section.replace("_", "-")] = groups[section]
             add_flag(groups[section], option, (values or {}).get(key, option.default))
             self._keys.setdefault(owner, []).append(key)
-        self.epilog = f"--help SECTION shows one section: {', '.join(self._sections)}" if self._sections else None
 
     def add_weights(self) -> None:
         """Add `--weights`, which can override `train.ema` of the run's configuration."""
@@ -83,9 +89,9 @@ class Parser(argparse.ArgumentParser):
                 raise UserError(f"{shown(word)}; valid: arguments without NUL")
         argv = None if argv is None else [self._with_hyphens(word) for word in argv]
         load_plugins(plugins_in(argv or ()))
-        for word, section in pairwise(argv or ()):
-            if word in ("-h", "--help") and self._sections and not section.startswith("-"):
-                self._only(section)
+        for word, section in pairwise([*(argv or ()), "-"]):
+            if word in ("-h", "--help") and self._sections:
+                self._common_first() if section.startswith("-") else self._only(section)
         args, unknown = self.parse_known_args(argv, namespace)
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-") and word != "-"]
         if flags:
@@ -107,7 +113,18 @@ class Parser(argparse.ArgumentParser):
             valid = f"valid: {', '.join(self._sections)}"
             raise UserError(f"--help {section}; {suggest(section, self._sections, valid)}")
         self._action_groups = [self._sections[section]]
-        self.description = self.epilog = None
+        self.description = None
+
+    def _common_first(self) -> None:
+        """Have `--help` name the sections in its second line, and begin with the most common of all flags."""
+        self.usage = f"{self.usage}\n       --help SECTION shows one section: {', '.join(self._sections)}"
+        common, actions = COMMON.split(), {action.dest: action for action in self._actions}
+        if actions.keys() >= {*common}:
+            first = self.add_argument_group("What is set most often")
+            for group in self._action_groups:
+                group._group_actions = [each for each in group._group_actions if each.dest not in common]
+            first._group_actions = [actions[key] for key in common]
+            self._action_groups.insert(2, self._action_groups.pop())
 
     def error(self, message: str) -> NoReturn:
         """Raise `argparse`'s error as a `UserError` that says what would be valid."""

@@ -12,7 +12,7 @@ from megajax.core.options import options
 from megajax.data.tasks.sources import task_files
 from megajax.data.text.inputs import find_inputs
 from megajax.settings.config import Config
-from megajax.settings.flags import Parser, parse, parsed
+from megajax.settings.flags import COMMON, Parser, parse, parsed
 from megajax.settings.other_names import OURS, REMOVED, nearest
 from megajax.settings.presets import load_preset, resolve
 from megajax.training.before_jax import check_given
@@ -179,6 +179,9 @@ def test_help_shows_the_values_of_the_preset_and_its_bases(tmp_path: Path, capsy
         text = capsys.readouterr().out
         assert shown in " ".join(text.replace('"', "").split())
         assert all(option.flag in text for option in options(Config).values())
+        second, common, further = text.splitlines()[1], text.index("most often:"), text.index("The run:")
+        assert "--help SECTION shows one section: model, lora, mesh" in second
+        assert common < text.index("  --mesh.data") < further < text.index("  --seeds") and len(COMMON.split()) == 30
 
 
 def test_another_command_takes_only_some_of_the_flags(tmp_path: Path) -> None:
