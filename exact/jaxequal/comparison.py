@@ -30,7 +30,7 @@ from jaxequal.programs import (
     packed,
 )
 
-_LARGEST = 64  # numerator and denominator of a factor that is told
+_LARGEST = 64  # numerator and denominator of a factor that is reported
 _SCALES = 1.0, 2.0**-10  # of random arguments; the latter if a comparison takes one side alone with the former
 _MOST_DRAWS = 24  # for each of `repeats`
 

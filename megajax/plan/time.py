@@ -51,8 +51,8 @@ class PlannedTime:
     bubble: float  # share of the pipeline's time in which the busiest stage waits
     tokens_per_second: float  # of all devices
     flops_per_second: float  # of a device, counting the model's arithmetic (`core/models/flops.step_flops`)
-    mfu: float  # that as a share of the peak; attention is counted whole, as if every token saw all others
-    mfu_causal: float  # the same with only the scores that the mask leaves
+    mfu: float  # that as a share of the peak; full attention is counted, as if every token saw all others
+    mfu_causal: float  # the same, which counts only unmasked scores
     expert_loop: ExpertLoop | None  # in which dropless experts run each product
 
 
@@ -78,7 +78,7 @@ _table = lru_cache(maxsize=64)(make_schedule)
 
 @lru_cache(maxsize=64)
 def _seen_share(model: ModelConfig) -> float:
-    """The share of a step's FLOPs that is left if attention's are counted only for scores that the mask leaves."""
+    """The share of a step's FLOPs that is left if only attention's unmasked scores are counted."""
     length = model.sequence_length
     mask = AttentionMask.of_model(model, length)
     seen = length * mask.keys_seen(length) / sum(map(prod, mask.block_sizes(length, length)))

@@ -48,7 +48,7 @@ def sample(config: Config, program: Program, params: Any, tokenizer: Tokenizer |
 
 
 def validation_text(config: Config, parts: Mapping[str, Perplexity], bits_per_byte: float | None = None) -> str:
-    """A line about a validation, from its losses by name. Of a task's loss no perplexity is told."""
+    """A line about a validation, from its losses by name. A task's loss has no perplexity."""
     if "next_token" in parts:
         only, bits = parts["next_token"], "" if bits_per_byte is None else f", {bits_per_byte:.3f} bits per byte"
         return f"validation perplexity {only.perplexity:.2f} (loss {only.loss:.4f}{bits})"
