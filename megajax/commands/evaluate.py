@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,11 +47,10 @@ def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
     predictions = f"file to write the answers to; for {_ANSWERED}"
     parser.add_path("--predictions", default="", metavar="FILE", help=predictions)
     parser.add_config_flags(*CONFIG_FLAGS, *START_FLAGS, *(f"task.{name}" for name in TASK_FLAGS))
-    if argv and argv[0] not in NAMES and re.fullmatch(r"[a-z]\w+", argv[0]) and not completion.asked():
-        near = suggest(argv[0], [*NAMES, "harness"], "")
-        if not near or "_" in argv[0]:
-            theirs = f"for a task of lm-eval: {prog} harness {argv[0]}"
-            raise UserError(f"TASK {argv[0]!r}; {near}{' ' * bool(near)}valid: {', '.join(NAMES)}; {theirs}")
+    task = argv[0] if argv and argv[0].isidentifier() else NAMES[0]
+    if task not in NAMES and ("_" in task or not suggest(task, [*NAMES, "harness"], "")) and not completion.asked():
+        theirs = f"for a task of lm-eval: {prog} harness {task}"
+        raise UserError(f"TASK {task!r}; valid: {', '.join(NAMES)}; {theirs}")
     args = parser.parse_args(argv)
     for path in args.checkpoint:
         check_path(path, "--checkpoint")

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from megajax.data.text.inputs import check_input
 from megajax.host.paths import check_path, check_place
 from megajax.host.streams import output
+from megajax.settings.checks import check_given
 from megajax.settings.config import Config
 from megajax.settings.flags import print_left_out, read_command
-from megajax.training.before_jax import check_before_jax
+from megajax.settings.validation import validate
+from megajax.start.launch import known_devices
 
 
 def main(argv: Sequence[str], prog: str = "megajax train") -> None:
@@ -23,7 +25,9 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
         output.is_optional()
     print_left_out(command, config)
     _check_paths(config)
-    check_before_jax(config)
+    check_given(config)
+    if not config.distributed.coordinator and (count := known_devices(config.simulate_devices)):
+        validate(config, count)
     if command.dry_run:
         from megajax.training.dry_run import dry_run
 

@@ -18,12 +18,12 @@ from megajax.runs.directory import stored_config, stored_optimizer
 from megajax.runs.init import check_first_weights, first_state, named_or_init_tokenizer
 from megajax.runs.trained import check_run, restore_params, run_tokenizer
 from megajax.settings import presets
+from megajax.settings.checks import check_there
 from megajax.settings.config import Config
 from megajax.settings.option_errors import shown
 from megajax.settings.validation import validate
 from megajax.start.device_memory import check_memory
 from megajax.start.launch import start
-from megajax.training.before_jax import check_there
 from megajax.training.begin import check_own, with_total_steps
 
 

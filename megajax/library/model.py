@@ -46,11 +46,11 @@ from megajax.runs.data import given_samples, make_run_data, open_run_data
 from megajax.runs.init import keep_init_tokenizer, keep_tokenizer
 from megajax.runs.order import Order, OrderSegment
 from megajax.runs.step_folders import named
+from megajax.settings.checks import check_given
 from megajax.settings.config import Config
 from megajax.settings.option_errors import check
 from megajax.settings.validation import validate
 from megajax.training.batches import Given, batch_of, inputs_of, padded, prompt_ids, shape_of_ids
-from megajax.training.before_jax import check_given
 from megajax.training.begin import train_here
 from megajax.training.given import OnStep, OnValidation, Supplied
 from megajax.training.loop import Trainer

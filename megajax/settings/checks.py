@@ -1,20 +1,24 @@
 """Check the values of a configuration, alone and against each other."""
 
+import importlib.util
 import re
 from collections.abc import Sequence
 from operator import attrgetter
+from pathlib import Path
 
 from megajax.core.config import MODELS_OWN
 from megajax.core.errors import UserError
 from megajax.core.models.registry import FAMILIES, FamilyEntry
-from megajax.core.optim.config import OptimizerConfig
+from megajax.core.optim.config import OWN, OptimizerConfig
 from megajax.core.options import MOST, is_whole, options
 from megajax.data.config import DataConfig
 from megajax.data.tasks.registry import TASKS, Task
+from megajax.host.paths import apart, scheme
 from megajax.settings.config import Config
 from megajax.settings.model_checks import check_lora, check_model
 from megajax.settings.option_errors import as_flag, check, check_read
 
+LIBRARIES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}  # of `--track`
 NEED_VALIDATION = "checkpoint.keep_best", "data.validation"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -212,3 +216,58 @@ def check_cooldown(optimizer: OptimizerConfig) -> None:
     if not 1 <= optimizer.cooldown_steps <= most:
         why = f", which ends at --optimizer.decay-steps {end} after {warmup} steps of warm-up" if end else ""
         raise UserError(f"{flag} with --optimizer.schedule wsd{why}; valid: 1 to {most}")
+
+
+def check_given(config: Config) -> None:
+    """Check that training data and optimizer are given, and that the library of `--track` is installed."""
+    check_there(config)
+    if config.pretrains and config.model.head != "pretraining":
+        raise UserError(f"--model.head {config.model.head} without a task; valid: --task.name {' or '.join(TASKS)}")
+    if config.pretrains and not config.data.path and not config.data.sources and not config.data.set:
+        raise UserError(
+            "--data.path missing; valid: a text, JSONL or Parquet file, a folder, a prepared prefix, or python-stdlib; "
+            "or --data.sources"
+        )
+    _check_evaluate(config)
+    if config.track in LIBRARIES:
+        check_installed(config.track)
+    if not config.pretrains and not config.data.train:
+        raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
+
+
+def _check_evaluate(config: Config) -> None:
+    """Check that the tasks of `--evaluate` are for this model, each with its file, once."""
+    reads_text = config.model.head == "pretraining" and FAMILIES[config.model.family].continues_text
+    names = [entry.partition("=")[0] for entry in config.evaluate]
+    for entry, name in zip(config.evaluate, names, strict=True):
+        path = entry.partition("=")[2]
+        if not config.pretrains:
+            fits, valid = entry == config.task.name, config.task.name
+        else:
+            fits = reads_text and name in ("lambada", "wikitext103") and path != ""
+            otherwise = "without it, since validation already reports all losses"
+            valid = "lambada=FILE, wikitext103=FILE" if reads_text else otherwise
+        if not fits or names.count(name) > 1:
+            several = apart(entry, lambda word: word.partition("=")[0] in ("lambada", "wikitext103", *TASKS))
+            raise UserError(f"--evaluate {entry}; valid: {valid}{', each once' * fits}{several}")
+        if path and not scheme(path) and not Path(path).is_file():
+            several = apart(entry, lambda word: "=" in word)
+            raise UserError(f"--evaluate {entry}: no such file; valid: an existing one{several}")
+
+
+def check_there(config: Config) -> None:
+    """Check that a loss and an optimizer that Python code gave are there again."""
+    for word, key, name, given in (
+        ("loss", "train.loss", config.train.loss, config.own_loss),
+        ("optimizer", "optimizer.name", config.optimizer.name, config.own_optimizer),
+    ):
+        if name == OWN and given is None:
+            calls = f"{word}=… in megajax.init or restore"
+            raise UserError(f"--{key} {OWN}: Python code gave this {word}; valid: the same code, with {calls}")
+
+
+def check_installed(name: str) -> None:
+    """Check that the library of `--track` is installed."""
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:  # a folder with that name is not the library
+        raise UserError(f"--track {name}: {LIBRARIES[name]} is not installed; valid: pip install 'megajax[{name}]'")

@@ -148,9 +148,10 @@ def check_devices(mesh: MeshConfig, num_devices: int, num_processes: int = 1) ->
     if mesh.num_devices != num_devices:
         devices = -(-mesh.num_devices // max(1, num_processes))  # per process
         simulated = "" if options(Config)["simulate_devices"].problem(devices) else f", or --simulate-devices {devices}"
+        be = "is" if num_devices == 1 else "are"
         raise UserError(
-            f"{mesh.flags()} needs {counted(mesh.num_devices, 'device', '')}, but there "
-            f"{'is' if num_devices == 1 else 'are'} {num_devices}; valid: sizes whose product is {num_devices}{simulated}"
+            f"{mesh.flags()} needs {counted(mesh.num_devices, 'device', '')}, but there {be} {num_devices}; valid: "
+            f"sizes whose product is {num_devices}{simulated}"
         )
 
 

@@ -154,7 +154,7 @@ def own_data(
         return None
     samples = DataSet(data, program, "data")
     epoch = counted(len(samples) / config.train.global_batch, "step", ",.4g")
-    words = f"{len(samples):,} {'entry' if len(samples) == 1 else 'entries'} of the caller; an epoch is {epoch}"
+    words = f"{len(samples):,} entries of the caller; an epoch is {epoch}"
     return OwnData(None, EpochOrder(samples, config.seed), held_out, tokenizer, words)
 
 

@@ -20,7 +20,7 @@ from megajax.core.errors import Damaged
 from megajax.host import reading
 from megajax.host.ending import Exit
 from megajax.host.files import write_atomically
-from megajax.training.before_jax import LIBRARIES
+from megajax.settings.checks import LIBRARIES
 from megajax.training.trackers import Tracker
 
 _IDS = "tracking.json"  # in the run directory: the id of the run in each library

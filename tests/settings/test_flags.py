@@ -11,11 +11,11 @@ from megajax.core.errors import UserError
 from megajax.core.options import options
 from megajax.data.tasks.sources import task_files
 from megajax.data.text.inputs import find_inputs
+from megajax.settings.checks import check_given
 from megajax.settings.config import Config
 from megajax.settings.flags import COMMON, Parser, parse, parsed
 from megajax.settings.other_names import OURS, REMOVED, nearest
 from megajax.settings.presets import load_preset, resolve
-from megajax.training.before_jax import check_given
 
 
 def fails(*argv: str) -> str:

@@ -17,8 +17,8 @@ from tiny import tiny_config
 from megajax.core.errors import UserError
 from megajax.data.config import DataConfig, Source, ValidationSet
 from megajax.host import ending
+from megajax.settings.checks import check_installed
 from megajax.training import plot, tracking
-from megajax.training.before_jax import check_installed
 from megajax.training.run_log import RunLog
 from megajax.training.tracking import LibraryTracker
 
