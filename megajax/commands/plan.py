@@ -46,7 +46,6 @@ _TOKENS = Option(
     Range(lambda text: tokens_of(text) is not None, "a number up to 10^18; K, M, B, T: 10^3, 10^6, 10^9, 10^12"),
 )  # fmt: skip
 _PRICE = Option("price", float, 0.0, "price of an hour of a GPU: with --tokens the cost is printed", MORE_THAN_ZERO)
-_COMPILED = 2  # of the best configurations are compiled
 
 
 def main(argv: Sequence[str]) -> None:
@@ -56,8 +55,8 @@ def main(argv: Sequence[str]) -> None:
     parser = _parser(argv)
     args = parser.parse_args(argv)
     args.search |= hasattr(args, "devices")
-    for name in ("best", "plot", "html"):
-        if getattr(args, name, None) is not None and not args.search:
+    for name in ("best", "all", "plot", "html"):
+        if getattr(args, name, None) and not args.search:
             raise UserError(f"--{name} without --search; valid: --search, or without --{name}")
     preset, overrides = load_preset(args.preset), parser.overrides(args)
     config = resolve(preset, overrides)
@@ -88,6 +87,8 @@ def _parser(argv: Sequence[str]) -> Parser:
     group.add_argument("--search", action="store_true", help=f"{searching} tokens/s; options given as flags stay fixed")
     add_flag(group, _DEVICES, "the size of the mesh")
     add_flag(group, _BEST)
+    every = "list the fastest of all configurations, not the fastest of each kind of mesh"
+    group.add_argument("--all", action="store_true", help=every)
     drawing = "draw memory and time of all configurations that fit, as PNG or SVG"
     group.add_argument("--plot", metavar="FILE", type=os.path.expanduser, help=drawing)
     looking = "write a page, for a browser without a network, on which every configuration that fits is a point"
@@ -162,15 +163,15 @@ def _print_search(
     from megajax.plan.search import VARIED, Found, search
     from megajax.training.display import Display
 
-    count = getattr(args, "best", _BEST.default)
+    count, watch = getattr(args, "best", _BEST.default), Display(console=Console(stderr=True)).phase
     searches, failed = list[tuple[Machine, Found]](), list[UserError]()
     with stop_signals.deferred("the best configurations so far are printed"):
-        kept, bars = [key for key in VARIED if key in overrides], Console(stderr=True)  # results alone go to stdout
+        kept = [key for key in VARIED if key in overrides]
         for machine in machines:
             if stop_signals.number and (searches or failed):
                 break
             try:
-                result = search(config, devices, machine, given=kept, count=count, watch=Display(console=bars).phase)
+                result = search(config, devices, machine, given=kept, count=count, of_all=args.all, watch=watch)
                 searches.append((machine, result))
             except UserError as error:
                 failed.append(error)
@@ -193,7 +194,7 @@ def _print_search(
             return json.dumps(plans[0] if len(machines) == 1 else {plan["gpu"]: plan for plan in plans})
         return "\n\n".join("\n".join(lines(*about)) for about in abouts)
 
-    _print(shown, [plan.config for plan in searches[0][1].best[:_COMPILED]] if compiles else [], gpus)
+    _print(shown, [plan.config for plan in searches[0][1].checked] if compiles else [], gpus)
 
 
 def _print(shown: "Callable[[Sequence[Compilation]], str]", configs: Sequence[Config], gpus: bool) -> None:

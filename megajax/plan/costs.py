@@ -43,10 +43,6 @@ class Kept:
         one, two = self._bytes_by_rows
         return one + (rows - 1) * (two - one)
 
-    def largest(self, rows: int) -> int:
-        """Bytes of the largest array."""
-        return max(operand.num_bytes(rows) for operand in self.operands)
-
     @cached_property
     def _bytes_by_rows(self) -> tuple[int, int]:
         one, two = (sum(operand.num_bytes(rows) for operand in self.operands) for rows in (1, 2))

@@ -204,10 +204,8 @@ class Temporaries:
     backward, the optimizer. What each needs was read from XLA's buffers (`--xla_dump_to`, "memory-usage-report") and is
     described where it is computed, in terms of a traced layer's arrays (`plan/traced.py`).
 
-    **CPUs compute half precision in fp32**, and XLA moves the conversions. Those from bf16 move out of the loop over
-    layers, so a chunk's weights and saved activations exist once more in fp32, and the weights of the ends twice,
-    outside the microbatch loop; a buffer written by a conditional is copied. fp16 is converted layer by layer. GPUs
-    compute in half precision and hold nothing twice.
+    CPUs compute half precision in fp32, layer by layer, and GPUs as it is. What XLA would convert before the loop over
+    layers is not in what `plan/compiled.py` compiles.
     """
 
     def __init__(self, step: Sizes, cost: StepCost, backend: Backend):
@@ -216,10 +214,6 @@ class Temporaries:
         self._on_cpu = backend == CPU
         self._wide = max(_FP32, step.item) if self._on_cpu else step.item  # bytes per element of a product's result
         self._ratio = self._wide // step.item
-        self._converts = self._on_cpu and step.config.precision in (
-            "bf16",
-            "fp8",
-        )  # whole chunks in fp32, too
         self._piped = mesh.pipe > 1
         self._gathers = step.zero == 3 and mesh.zero_shards > 1  # gathers weights for every use
         self._residuals = cost.layer.residuals.num_bytes(self._rows)  # of a layer
@@ -232,44 +226,29 @@ class Temporaries:
     def most(self, step: Sizes, kept: int, factors: int) -> int:
         """Bytes needed by the part of the step that needs most, besides what exists all the time; `step` places the
         layers."""
-        ends = self._head, self._optimizer(step, kept, factors)
-        return max(self._forward(step, kept), self._backward(step, factors), *ends)
+        return max(self._forward(step), self._head, self._backward(step), self._optimizer(step, kept, factors))
 
-    def _forward(self, step: Sizes, kept: int) -> int:
+    def _forward(self, step: Sizes) -> int:
         """A chunk's residuals before they are put in their slot; with one stage they are never anywhere else."""
         if not self._piped:
             return 0
-        residuals = step.activation_bytes if step.recomputes_stage else step.layers_of_chunk * self._residuals
-        return residuals + (kept if self._converts else 0)
+        return step.activation_bytes if step.recomputes_stage else step.layers_of_chunk * self._residuals
 
     @cached_property
     def _head(self) -> int:
         """Logits and (on CPUs, where XLA does not overwrite them) their gradients; and the gradient of the table, plus
-        the table if it is gathered. If a pair is converted, one of the two stays as it was. Of prediction modules, the
-        logits, too, what their layers save, and their gradients."""
+        the table if it is gathered. Of prediction modules, the logits, too, what their layers save, and their
+        gradients."""
         logits = (1 + self._modules) * prod(self.cost.ends.logits.shape(self._rows))
-        pair = (3 * self._wide) // 2 if self._converts else 2 * self._wide
-        table = max(self._end_weights) * (pair if self._gathers else self._wide)
+        table = max(self._end_weights) * (1 + self._gathers)
         kept = self._modules * self.cost.without_remat.residuals.num_bytes(self._rows) * self._ratio
         layers = kept + max(map(self._region, self.cost.layer.regions), default=0) if self._modules else 0
-        return logits * (pair if self._on_cpu else self._wide) + table + layers + self._module_weights * self._wide
+        return self._wide * (logits * (1 + self._on_cpu) + table + self._module_weights) + layers
 
-    def _backward(self, step: Sizes, factors: int) -> int:
-        """The chunk's residuals, taken out of their slot; what is converted; and one layer's backward or, if that is
-        more, the last array converted before the first layer."""
-        chunk, layer = step.layers_of_chunk * self._residuals, self._one_layer + self._reduced(step)
-        if not self._converts:
-            return (chunk if self._piped else 0) + layer
-        # Residuals recomputed by a stage do not come out of a slot: XLA writes them in fp32.
-        native = chunk if self._piped and not step.recomputes_stage else 0
-        needed = chunk * self._ratio + native + 2 * factors
-        needed -= 0 if self._piped else chunk  # already counted as saved
-        if not self._gathers:
-            needed += _FP32 * step.layers_of_chunk * self._layer_weights
-        if not self._piped and step.microbatches > 1:
-            needed += 2 * _FP32 * sum(self._end_weights)
-        largest = self.cost.layer.residuals.largest(self._rows)
-        return needed + max(layer, 0 if native else step.layers_of_chunk * largest)
+    def _backward(self, step: Sizes) -> int:
+        """The chunk's residuals, taken out of their slot, and one layer's backward."""
+        chunk = step.layers_of_chunk * self._residuals if self._piped else 0
+        return chunk + self._one_layer + self._reduced(step)
 
     def _reduced(self, step: Sizes) -> int:
         """The layers' reduced gradients, if the last backward pass makes them."""

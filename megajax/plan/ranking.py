@@ -30,11 +30,12 @@ def lines(
     result: Found, preset: str, original: Config, machine: Machine, compiled: Sequence[Compilation] = (),
     run: WholeRun = _UNKNOWN,
 ) -> list[str]:  # fmt: skip
-    """A table of the best configurations, the first of which are `compiled`, and the commands to train the first and
-    the safer one; `original` is the configuration of `preset`, a name or a file."""
+    """A table of the best configurations, of which those to check are `compiled`, and the commands to train the first,
+    the safer and the recommended one; `original` is the configuration of `preset`, a name or a file."""
     shown = [*result.best, *([result.safer] if result.safer else [])]
     axes = [axis for axis in AXES if any(axis in plan.config.mesh.shown for plan in shown)]
-    best, names = result.best[0], [*map(str, range(1, len(result.best) + 1)), "half"]
+    best, recommended = result.best[0], result.best.index(result.recommended) + 1
+    names = [f"{rank}{'*' * (rank == recommended > 1)}" for rank in range(1, len(result.best) + 1)] + ["half"]
     totals = [name.replace("gpu_hours", "GPU-hours") for name in run.figures(1.0, 1)]
     rows = (_row(name, plan, axes, run) for name, plan in zip(names, shown, strict=False))
     cells = [("", *axes, *_COLUMNS, *totals), *rows]
@@ -42,8 +43,12 @@ def lines(
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     unit, scale, digits = unit_of_times(best.time.seconds)
     parts = ", ".join(f"{name} {scale * seconds:.{digits}f}" for name, seconds in in_order(best.time.parts))
-    compared = enumerate(zip(compiled, result.best, strict=False), 1)
+    compared = zip(compiled, result.checked, strict=False)
     began = "" if result.complete else "partial result, interrupted after "
+    of_half = {"the fastest in half of the memory": result.safer} if result.safer else {}
+    simplest = {f"recommended, the simplest mesh within 5%, number {recommended}": result.recommended}
+    others = of_half | {"number 1": best} | (simplest if recommended > 1 else {})
+    commands = [line for named in others.items() for line in _command_lines(*named, best, preset, original)]
     kept = f", --margin keeps {(machine.largest - machine.usable) / GIB:.1f}" if machine.margin else ""
     return [
         f"{began}{result.tried:,} configurations on {best.config.mesh.num_devices} {machine.name.upper()}s, of which "
@@ -53,18 +58,8 @@ def lines(
         "MFU counts full attention; MFU causal only unmasked scores",
         f"breakdown of number 1, {unit} per step: {parts}",
         *([best.time.expert_loop.line] if best.time.expert_loop else []),
-        *(_compiled_line(rank, *pair) for rank, pair in compared),
-        *(_safer_lines(result.safer, best, preset, original) if result.safer else []),
-        command(preset, best.config, original),
-    ]
-
-
-def _safer_lines(safer: Planned, best: Planned, preset: str, original: Config) -> list[str]:
-    more = safer.time.seconds / best.time.seconds - 1
-    return [
-        f"the fastest in half of the memory, {more:.1%} slower than number 1:",
-        command(preset, safer.config, original),
-        "number 1:",
+        *(_compiled_line(result.best.index(plan) + 1, made, plan, machine) for made, plan in compared),
+        *commands[-1 if len(others) == 1 else 0 :],
     ]
 
 
@@ -81,13 +76,11 @@ def figures(
         entry |= asdict(plan.time) | {"bytes": asdict(plan.memory) | {"total": plan.memory.total}}
         return entry | run.figures(plan.time.tokens_per_second, plan.config.mesh.num_devices)
 
-    best = []
-    for index, plan in enumerate(result.best):
-        entry = planned(plan)
-        if index < len(compiled):
-            made = compiled[index].result()
-            entry["compiled"] = {key: getattr(made, key) for key in ("compiler", "state", "temporaries", "seconds")}
-        best.append(entry)
+    best = [planned(plan) for plan in result.best]
+    for plan, compilation in zip(result.checked, compiled, strict=False):
+        made = compilation.result()
+        report = {key: getattr(made, key) for key in ("compiler", "state", "temporaries", "seconds")}
+        best[result.best.index(plan)]["compiled"] = report
     frontier = [
         {"seconds": point.seconds, "bytes": point.bytes, "command": command(preset, point.config, original)}
         for point in result.frontier
@@ -100,19 +93,29 @@ def figures(
         "complete": result.complete,
         "fitting": len(result.fitting),
         "best": best,
+        "recommended": planned(result.recommended),
         "safer": result.safer and planned(result.safer),
         "frontier": frontier,
     }
 
 
-def _compiled_line(rank: int, compilation: Compilation, planned: Planned) -> str:
-    """What the compiler reports next to the estimate, for the devices that it compiled for."""
+def _command_lines(name: str, plan: Planned, best: Planned, preset: str, original: Config) -> list[str]:
+    more = plan.time.seconds / best.time.seconds - 1
+    slower = f" ({more:.1%} slower than number 1)" if plan is not best else ""
+    return [f"{name}{slower}:", command(preset, plan.config, original)]
+
+
+def _compiled_line(rank: int, compilation: Compilation, planned: Planned, machine: Machine) -> str:
+    """What the compiler reports next to the estimate, for the devices that it compiled for, and whether that fits."""
     model = memory(scanned(planned.config), GPU if compilation.gpus else CPU)
     made = compilation.result()
-    total = (made.state + made.temporaries) / GIB
+    total, usable = (made.state + made.temporaries) / GIB, machine.usable / GIB
+    unrolled = total + planned.memory.unrolled / GIB
+    verdict = f"{'fits' if total <= usable else 'does not fit'} in {usable:.1f}"
+    verdict += f", but unrolled it may need {unrolled:.1f}" if total <= usable < unrolled else ""
     return (
         f"check of number {rank}, with its layers in a scan, compiled in {made.seconds:.0f} s by {made.compiler}: "
-        f"{total:.1f} GiB; the estimate for that program is {model.total / GIB:.1f}"
+        f"{total:.1f} GiB ({verdict}); the estimate for that program is {model.total / GIB:.1f}"
     )
 
 

@@ -49,6 +49,7 @@ _OTHERS = (
 _BUT_MICROBATCH = attrgetter(*_SAVING, *_OTHERS)  # what varies on a mesh
 _BUT_SAVING = attrgetter("train.microbatch", *_OTHERS)
 _SLOWEST = 1.25  # times the fastest step found in half of the memory
+_AS_FAST = 1.05  # times the fastest step: what a prediction was off by on an H200 (docs/plan.md)
 _MOST_CHUNKS = 12
 _MOST_NEAR = 2000  # numbers of devices to look at for one that has a mesh
 _MOST_CELLS = 4096  # in a table whose buffers cannot be found from a shorter one
@@ -91,7 +92,8 @@ class Planned:
 class Found:
     """The result of a search."""
 
-    best: list[Planned]  # fastest first
+    best: list[Planned]  # of each kind of mesh or, if asked for, all; fastest first
+    recommended: Planned  # of the best within 5% of the fastest, the one on the simplest mesh
     fitting: list[Candidate]  # all that fit, fastest first
     tried: int  # number of configurations, including those that do not fit
     complete: bool  # false if a signal came before all were tried
@@ -106,6 +108,11 @@ class Found:
                 chosen.append(each)
         return chosen
 
+    @property
+    def checked(self) -> list[Planned]:
+        """Those to compile: the fastest and the recommended one."""
+        return [plan for plan in self.best if plan in (self.best[0], self.recommended)]
+
 
 @rarely_collected()
 def search(
@@ -115,6 +122,7 @@ def search(
     *,
     given: Iterable[str] = (),
     count: int = 10,
+    of_all: bool = False,
     watch: Watch = _unwatched,
 ) -> Found:
     """Search all meshes of `devices` GPUs with every schedule, chunk count, microbatch size, recomputation, sequence
@@ -123,8 +131,8 @@ def search(
     devices of a server, unless nothing fits otherwise. What only saves memory is not tried where half of it is free
     without, nor what would be slower by a quarter than another in half of it, even if no stage waited.
     Model, batch, precision and those keys of `VARIED` that are `given` stay fixed. `count` of the best are planned in
-    full. If a deferred signal comes meanwhile, the rest is not tried. Raises `UserError` if nothing fits, or if the
-    model has no such mesh, with the reason."""
+    full, one of each kind of mesh, or the fastest `of_all`. If a deferred signal comes meanwhile, the rest is not
+    tried. Raises `UserError` if nothing fits, or if the model has no such mesh, with the reason."""
     peak_of(machine, config.precision)
     fixed = frozenset(given)
     if "mesh.context" in fixed:
@@ -144,11 +152,28 @@ def search(
         raise _nothing(config, devices, machine, smallest, fixed)
     fitting.sort(key=lambda point: (point.seconds, point.bytes))
     complete = not stop_signals.number
-    best = _best(fitting, devices, machine, count)
+    kinds: dict[frozenset[str], list[Candidate]] = {}
+    for point in fitting:
+        kinds.setdefault(frozenset() if of_all else _kind(point.base), []).append(point)
+    groups = itertools.islice(kinds.values(), count)
+    best = [plan for points in groups for plan in _best(points, devices, machine, count if of_all else 1)]
+    best.sort(key=_speed)
+    near = [plan for plan in best if not of_all and plan.time.seconds <= _AS_FAST * best[0].time.seconds]
+    recommended = min(near, key=lambda plan: (len(_kind(plan.config)), *_speed(plan)), default=best[0])
     small = [point for point in fitting if point.bytes <= machine.usable / 2]
     needs_more = best[0].memory.total > machine.usable / 2
     safer = _best(small, devices, machine, 1)[0] if small and needs_more else None
-    return Found(best, fitting, tried, complete, safer)
+    return Found(best, recommended, fitting, tried, complete, safer)
+
+
+def _kind(config: Config) -> frozenset[str]:
+    """The axes besides `data` that divide the work."""
+    return frozenset(axis for axis, size in config.mesh.sizes.items() if size > 1 and axis != "data")
+
+
+def _speed(plan: Planned) -> tuple[float, int]:
+    """What plans are sorted by: the fastest first and, of equally fast ones, the one that needs least memory."""
+    return plan.time.seconds, plan.memory.total
 
 
 def _tried(
@@ -310,7 +335,7 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
             chosen.append(planned)
         if len(chosen) == 4 * count:  # more than needed, because the formula is not exact
             break
-    return sorted(chosen, key=lambda plan: (plan.time.seconds, plan.memory.total))[:count]
+    return sorted(chosen, key=_speed)[:count]
 
 
 def _selects_free(config: Config, costs: "_Costs") -> bool:

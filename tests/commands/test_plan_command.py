@@ -142,8 +142,8 @@ def test_an_interrupted_compilation_leaves_the_estimate(capsys, monkeypatch: pyt
 
 
 @pytest.mark.full
-def test_the_best_two_of_a_search_are_compiled(capsys) -> None:
+def test_the_best_of_a_search_is_compiled(capsys) -> None:
     lines = planned(capsys, f"{SEARCH} --best 2").splitlines()
     compiled = [line for line in lines if "simulated CPU devices" in line]
-    assert [line.partition(",")[0] for line in compiled] == ["check of number 1", "check of number 2"]
+    assert compiled[0].startswith("check of number 1, ") and all(" (fits in 66.9); " in line for line in compiled)
     assert lines[-1].startswith("megajax train gpt2-355m ")

@@ -142,6 +142,7 @@ NEAR = [
             ((2, 2, 2), SIZES | BATCH),
             ((2, 1, 2), SIZES | BATCH | {"optimizer": {"name": "muon"}}),
             ((2, 1, 2), SIZES | BATCH | {"precision": "bf16"}),
+            ((1, 4, 2), SIZES | BATCH | {"precision": "bf16", "weight_gradients": "deferred", "remat": "selective"}),
             ((1, 4, 2), LLAMA | WIDE | BATCH | {"remat": "selective"}),
             ((4, 1, 2), BERT | SIZES | BATCH),
             ((1, 4, 2), SIZES | BATCH | {"weight_gradients": "deferred", "remat": "layer"}),

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_time import CONFIG, H100
@@ -17,6 +19,7 @@ from megajax.core.models.flops import step_products
 from megajax.core.pipeline.config import PipelineConfig
 from megajax.plan import memory as of_memory
 from megajax.plan import ranking, traced
+from megajax.plan.compiled import CompiledStep
 from megajax.plan.memory import memory
 from megajax.plan.page import is_page, page_data, page_of_search
 from megajax.plan.search import Found, command, search
@@ -139,8 +142,47 @@ def test_a_safer_layout_stands_beside_the_fastest(found: Found) -> None:
     assert less.safer and less.safer.memory.total <= tight.usable / 2 < less.best[0].memory.total
     lines = ranking.lines(less, "demo", CONFIG, tight)
     assert command("demo", less.safer.config, CONFIG) == lines[-3] and command("demo", best.config, CONFIG) == lines[-1]
+    assert lines[-2] == "number 1:"
     assert any(line.split()[0] == "half" for line in lines if line)
     assert found.safer is None  # the fastest needs less than half
+
+
+def test_of_each_kind_of_mesh_the_fastest_and_of_those_near_the_simplest(found: Found) -> None:
+    """With all ranked there are several of a kind, and none is recommended but the first."""
+
+    def kind(config: Config) -> frozenset[str]:
+        return frozenset(axis for axis in ("pipe", "tensor") if config.mesh.sizes[axis] > 1)
+
+    best = {kind(plan.config): plan.time.seconds for plan in found.best}
+    assert len(best) == len(found.best) == 4
+    for each, seconds in best.items():
+        same = (point.config for point in found.fitting if kind(point.base) == each)
+        assert seconds == min(step_time(config, H100).seconds for config in same)
+    near = [each for each, seconds in best.items() if seconds <= 1.05 * found.best[0].time.seconds]
+    assert len(kind(found.recommended.config)) == min(map(len, near))
+    ranked = search(CONFIG, 4, H100, given=[*GIVEN, "mesh.pipe", "train.microbatch"], count=5, of_all=True)
+    assert ranked.best[0] == ranked.recommended and len(ranked.best) == 5
+    assert len({kind(plan.config) for plan in ranked.best}) < 5
+
+
+@pytest.mark.parametrize(
+    ("gib", "unrolled", "said"),
+    [(60, 0, ": 60.0 GiB (fits in 70.4); "), (71, 0, "(does not fit in 70.4)"),
+     (60, 11, "(fits in 70.4, but unrolled it may need 71.0)")],
+)  # fmt: skip
+def test_a_check_ends_with_a_verdict(found: Found, gib: int, unrolled: int, said: str) -> None:
+    made = CompiledStep("XLA", 10 << 30, (gib - 10) << 30, (), 1.0)
+    compilation: Any = SimpleNamespace(gpus=False, result=lambda: made)
+    first = found.best[0]
+    best = [replace(first, memory=replace(first.memory, unrolled=unrolled << 30)), *found.best[1:]]
+    lines = ranking.lines(
+        replace(found, best=best, recommended=best[0]),
+        "demo",
+        CONFIG,
+        H100,
+        [compilation],
+    )
+    assert said in next(line for line in lines if line.startswith("check of number 1, "))
 
 
 def test_attention_is_counted_whole_and_as_the_mask_leaves_it() -> None:

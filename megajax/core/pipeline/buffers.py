@@ -24,7 +24,13 @@ def taken(buffer: Tree, slot: Array | int) -> Tree:
 
 def stored(buffer: Tree, slot: Any, tree: Tree) -> Tree:
     """The buffer with `tree` in a slot, which may have several indices."""
-    return jax.tree.map(lambda slots, new: slots.at[slot].set(new), buffer, tree)
+    index = slot if isinstance(slot, tuple) else (slot,)
+
+    def put(slots: Array, new: Array) -> Array:
+        at = *index, *[0] * new.ndim
+        return lax.dynamic_update_slice(slots, new[(None,) * len(index)], at, allow_negative_indices=False)
+
+    return jax.tree.map(put, buffer, tree)
 
 
 def unchanged(*operands: Tree) -> Tree:
