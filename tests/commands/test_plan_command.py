@@ -71,7 +71,7 @@ def test_the_largest_of_the_paper_on_512_devices(commands: Commands, mesh: tuple
 def test_figures_and_a_picture_of_a_search(capsys, tmp_path: Path) -> None:
     picture = tmp_path / "search.png"
     page = tmp_path / "search.html"
-    asked = f"--best 3 --no-compile --json --plot {picture} --html {page} --tokens 2B --price 3"
+    asked = f"--best 3 --all --no-compile --json --plot {picture} --html {page} --tokens 2B --price 3"
     figures = json.loads(planned(capsys, f"{SEARCH} {asked}"))
     assert figures["best"][0]["cost"] == 3 * figures["best"][0]["gpu_hours"] and is_page(page)
     assert figures["devices"] == 2 and len(figures["best"]) == 3 and picture.read_bytes()[1:4] == b"PNG"
@@ -103,6 +103,7 @@ def test_a_search_for_several_gpus(capsys, tmp_path: Path) -> None:
         ("--gpu h100,h200", "--gpu h100,h200 without --search; valid: one GPU, or --devices N"),
         ("--gpu h100,h200 --search --plot a.png", "--gpu h100,h200 with --plot; valid: one GPU"),
         ("--html a.html", "--html without --search; valid: --search, or without --html"),
+        ("--all", "--all without --search; valid: --search, or without --all"),
         ("--search --html a.png", "--html a.png: not the name of a page; valid: a name that ends in .html"),
         ("--search --html {notes}", "already exists and is not a page of megajax plan; valid: another name"),
     ],
