@@ -219,7 +219,7 @@ def open_source(
         flag = f"--model.prediction-modules {config.model.prediction_modules}"
         raise UserError(f"{flag} with {folder}, which has none; valid: without it")
     config = dataclasses.replace(config, model=weights.model)
-    if "precision" not in settings | overrides:
+    if "precision" not in settings and "precision" not in overrides:
         config = dataclasses.replace(config, precision=weights.dtype)
     origin = Origin.of(fields, exchange.architecture(config.model), weights.dtype, length, weights.dtypes)
     tokenizer, added = read_tokenizer(folder, FAMILIES[exchange.family].tokenizer, config.model.vocab_size)

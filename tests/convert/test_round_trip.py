@@ -86,6 +86,8 @@ def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp
     assert_same(tensors_in(back), tensors)
     fields = json.loads((back / "config.json").read_text())
     expected = SETTINGS[kind] | settings | {"dtype": dtype, "model_type": kind, "architectures": [class_of(kind)]}
+    if kind == "deepseek_v2":  # it has no prediction modules
+        expected.pop("num_nextn_predict_layers")
     assert fields.items() >= (expected if decodes else expected | {"pad_token_id": 0}).items()
     index = json.loads((back / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in back.glob("*.safetensors"))

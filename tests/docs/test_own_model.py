@@ -231,7 +231,7 @@ def test_its_commands_and_its_export() -> None:
     log_file = Path("runs/parallel/log.txt")
     begun = [*argv, *first.split(), "--train.steps", "10000", "--train.log-every", "1"]
     with subprocess.Popen(begun, env=as_users_do(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        while process.poll() is None and not (log_file.exists() and "step 5/" in log_file.read_text()):
+        while process.poll() is None and not (log_file.exists() and " 5/10000 " in log_file.read_text()):
             time.sleep(0.1)
         process.terminate()
         assert b"stopped" in process.communicate()[1] and process.returncode == 143
