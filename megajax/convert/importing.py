@@ -218,9 +218,9 @@ def open_source(
     if overrides.get("model.prediction_modules", 0) > weights.model.prediction_modules:
         flag = f"--model.prediction-modules {config.model.prediction_modules}"
         raise UserError(f"{flag} with {folder}, which has none; valid: without it")
-    config = dataclasses.replace(config, model=weights.model)
-    if "precision" not in settings and "precision" not in overrides:
-        config = dataclasses.replace(config, precision=weights.dtype)
+    stored: Any = weights.dtype
+    precision = config.precision if "precision" in {*settings, *overrides} else stored
+    config = dataclasses.replace(config, model=weights.model, precision=precision)
     origin = Origin.of(fields, exchange.architecture(config.model), weights.dtype, length, weights.dtypes)
     tokenizer, added = read_tokenizer(folder, FAMILIES[exchange.family].tokenizer, config.model.vocab_size)
     return ImportedModel(config, exchange, origin, weights, tokenizer, added, adapter.folder if adapter else None)
