@@ -110,6 +110,9 @@ class Transformer:
         total_BHT1 = exp_BHTS.sum(-1, keepdims=True) + np.exp(sink_H11 - scores_BHTS.max(-1, keepdims=True))
         probability_BHTS = self.dropped(exp_BHTS / total_BHT1, layer, ATTENTION_WEIGHTS)
         y_BTHK = np.einsum("BHTS,BSHK->BTHK", probability_BHTS, v_BSHK)
+        if self.model.attention_gate == "sigmoid":
+            gate_BTHK = np.einsum("BTD,DHK->BTHK", x_BTD, weights["attention_gate"]["weight"])
+            y_BTHK = y_BTHK / (1 + np.exp(-gate_BTHK))
         return np.einsum("BTHK,HKD->BTD", y_BTHK, weights["output"]["weight"]) + weights["output"].get("bias", 0)
 
     def mlp(self, weights: dict, x_BTD: np.ndarray) -> np.ndarray:

@@ -68,7 +68,7 @@ def _check_latent(model: ModelConfig) -> None:
         return
     reason = f"with --model.latent-size {model.latent_size}"
     fixed = {"positions": "rotary", "bias": "none", "query_key_norm": False, "num_kv_heads": model.num_heads}
-    fixed |= {"attention_sinks": False}
+    fixed |= {"attention_sinks": False, "attention_gate": "none"}
     for name, value in fixed.items():
         if getattr(model, name) != value:
             flag, valid = (as_flag(f"model.{name}", each) for each in (getattr(model, name), value))

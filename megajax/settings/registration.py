@@ -6,13 +6,14 @@ from typing import Any, get_args
 
 from megajax.core.config import LOSSES, METRICS
 from megajax.core.errors import UserError, brief, told
-from megajax.core.models.registry import ACTIVATIONS, FAMILIES, GATED, NORMS, SCORES
+from megajax.core.models.registry import ACTIVATIONS, ATTENTION_GATES, FAMILIES, GATED, NORMS, SCORES
 from megajax.core.optim.config import OPTIMIZERS, SCHEDULES, Shape
 from megajax.data.config import DATA_SETS
 from megajax.settings.config import TRACKERS
 
 _TABLES: dict[str, MutableMapping[str, Any]] = {
     "activation": ACTIVATIONS,
+    "attention-gate": ATTENTION_GATES,
     "data": DATA_SETS,
     "gated-activation": ACTIVATIONS,
     "loss": LOSSES,
@@ -26,6 +27,7 @@ _TABLES: dict[str, MutableMapping[str, Any]] = {
 KINDS = (*sorted([*_TABLES, "family", "pipeline"]),)
 _VALID = {  # of those whose calls know neither kind nor name
     "activation": "a function of an array",
+    "attention-gate": "a function of heads' outputs and of their gates, arrays",
     "gated-activation": "a function of the gate's product and of the other one, arrays",
     "metric": "a function of logits and batch, [B, T]",
     "norm": "a function of the ModelConfig that returns an nnx.Module",
@@ -33,6 +35,7 @@ _VALID = {  # of those whose calls know neither kind nor name
     "scores": "a function of scores, queries' and keys' positions, and heads, arrays",
     "tracker": "a function of the run directory that returns a megajax.Tracker",
 }
+_SAME_SHAPE = ("activation", "attention-gate", "gated-activation")  # as their first argument
 _registered: set[tuple[str, str]] = set()
 
 
@@ -44,6 +47,8 @@ def register(kind: str, name: str, thing: Callable[..., Any]) -> None:
         kind: what it is, and so which option and which `thing`:
 
             - `activation`, `--model.activation`: a function of an array, without a gate.
+            - `attention-gate`, `--model.attention-gate`: a function of what attention's heads return, [B, T, H, K], and
+              of their gates, a product of the layer's input. It returns the same shape, of every number by itself.
             - `data`, `--data.set`: a function of the configuration that returns a data set, or one for training and one
               for validation: objects with `len` and `[i]`, as for `Model.train`.
             - `family`, `--model.family`: a `megajax.Family`, or the class of a layer (docs/own-model.md).
@@ -96,9 +101,9 @@ def _named(kind: str, name: str, thing: Callable[..., Any]) -> Callable[..., Any
     def call(*args: Any, **options: Any) -> Any:
         with told(f"{kind} {name}", _VALID[kind]):
             result = thing(*args, **options)
-        if "activation" in kind and getattr(result, "shape", None) != args[0].shape:
+        if kind in _SAME_SHAPE and getattr(result, "shape", None) != args[0].shape:
             shapes = f"{[*getattr(result, 'shape', ())]} for {[*args[0].shape]}"
-            raise UserError(f"activation {name} returned an array of shape {shapes}; valid: the same shape")
+            raise UserError(f"{kind} {name} returned an array of shape {shapes}; valid: the same shape")
         return result
 
     return call

@@ -119,8 +119,10 @@ def test_registered_scores_and_gates_are_the_same_on_every_mesh() -> None:
         return 9.0 * jnp.tanh(scores / 9.0) - (query - key) / (1.0 + head)
 
     megajax.register("scores", "capped", capped)
+    megajax.register("attention-gate", "open", lambda heads, gate: heads * (1.0 + gate))
     megajax.register("gated-activation", "squared", lambda gate, up: jnp.square(gate) * up)
     options = {"model.family": "decoder", "model.activation": "squared", "model.scores": "capped", "model.head_size": 4}
+    options |= {"model.attention_gate": "open"}
     mesh = {"mesh.context": 2, "mesh.tensor": 2, "model.context_attention": "gather", "model.num_kv_heads": 2}
     registered = config(**options | mesh)
     assert registered.model.gated and equal(registered)

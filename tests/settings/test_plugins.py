@@ -170,7 +170,7 @@ def _with(config: megajax.Config, **words: object) -> megajax.Config:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (("activations", "x", abs), "kind 'activations'; valid: activation, data, family"),
+        (("activations", "x", abs), "kind 'activations'; valid: activation, attention-gate, data, family"),
         (("activation", "X", abs), "name 'X'; valid: lowercase"),
         (("activation", "x", 3), "activation x: 3; valid: a function"),
         (("activation", "gelu", abs), "activation gelu is one of megajax's own; valid: another name"),

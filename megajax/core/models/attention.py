@@ -18,6 +18,7 @@ from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
 from megajax.core.models.context_attention import attend_to_others
 from megajax.core.models.norms import HeadsNorm, RMSNorm, mean_squares
+from megajax.core.models.registry import ATTENTION_GATES
 from megajax.core.models.rotary import rotated, score_scale
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal, param
@@ -44,7 +45,7 @@ class Attention(nnx.Module):
 
         def projection(part: int, name: str, dim: str) -> ColumnParallelLinear:
             def initial(shape: tuple[int, ...]) -> Array:
-                if config.num_kv_heads != config.num_heads:
+                if config.num_kv_heads != config.num_heads or name == "gate":
                     return normal(key / name, config.init_std)(shape)
                 joint = normal(key / "qkv", config.init_std)((shape[0], 3, *shape[1:]))  # drawn together, then split
                 return joint[:, part]
@@ -52,6 +53,7 @@ class Attention(nnx.Module):
             shape, dims = (hidden, heads[dim], size), ("embed", dim, "head_size")
             return ColumnParallelLinear(initial, boundary, shape, dims, backend, bias=config.bias != "none")
 
+        self.attention_gate = projection(0, "gate", "heads") if config.attention_gate != "none" else None
         self.query, self.key = projection(0, "query", "heads"), projection(1, "key", "kv_heads")
         self.value = projection(2, "value", "kv_heads")
         residual, shape = normal(key / "output", config.residual_init_std), (config.num_heads, size, hidden)
@@ -73,13 +75,15 @@ class Attention(nnx.Module):
     @property
     def products(self) -> dict[str, tuple]:
         """Its products with weights, by the names of their factors (`parallel/products.py`)."""
-        return {"attention_input": (self.query, self.key, self.value), "attention_output": (self.output,)}
+        gate = () if self.attention_gate is None else (self.attention_gate,)
+        return {"attention_input": (self.query, self.key, self.value, *gate), "attention_output": (self.output,)}
 
     @jax.named_scope("attention")
     def __call__(self, x_BTD: Array, context: Context, attend: Attend) -> tuple[Array, Aux]:
         """Run `attend` between the projections; its auxiliary outputs are returned too."""
         linears = self.products["attention_input"]
-        q_BTHK, k_BSHK, v_BSHK = column_parallel(x_BTD, *linears, name="attention_input", factors=context.factors)
+        products = column_parallel(x_BTD, *linears, name="attention_input", factors=context.factors)
+        q_BTHK, k_BSHK, v_BSHK, *gates = products
         q_BTHK = named(q_BTHK, "query", split=2)
         k_BSHK = named(k_BSHK, "key", split=2, first=self.key.first_part)
         v_BSHK = named(v_BSHK, "value", split=2, first=self.value.first_part)
@@ -96,6 +100,10 @@ class Attention(nnx.Module):
             k_BSHK = named(k_BSHK, "rotated_key", split=2, first=self.key.first_part)
         q_BTHK, sinks = scaled_queries(q_BTHK, self.config), {} if self.sinks is None else {"sink_H": self.sinks[...]}
         heads_BTHK, aux = attend(q_BTHK, k_BSHK, v_BSHK, context, self.backend, **sinks)
+        if gates:
+            heads_BTHK = recorded(heads_BTHK, "ungated_heads", split=2)
+            gate_BTHK = named(gates[0], "attention_gate", split=2)
+            heads_BTHK = ATTENTION_GATES[self.config.attention_gate](heads_BTHK, gate_BTHK)
         return attention_output(heads_BTHK, self.output, context), aux
 
     def _normalized(self, q_BTHK: Array, k_BSHK: Array) -> tuple[Array, Array]:
@@ -107,6 +115,9 @@ class Attention(nnx.Module):
             return query(q_BTHK, query.scale[...], square_BT), key(k_BSHK, key_scale_HK, square_BS)
         assert isinstance(query, RMSNorm) and isinstance(key, RMSNorm)
         return query(q_BTHK), key(k_BSHK)
+
+
+ATTENTION_GATES["sigmoid"] = lambda heads_BTHK, gate_BTHK: heads_BTHK * jax.nn.sigmoid(gate_BTHK)
 
 
 def scaled_queries(q_BTHK: Array, config: ModelConfig) -> Array:

@@ -5,7 +5,16 @@ from collections import ChainMap
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from megajax.core.models.registry import ACTIVATIONS, DECODER, EARLIER_NAMES, FAMILIES, GATED, NORMS, SCORES
+from megajax.core.models.registry import (
+    ACTIVATIONS,
+    ATTENTION_GATES,
+    DECODER,
+    EARLIER_NAMES,
+    FAMILIES,
+    GATED,
+    NORMS,
+    SCORES,
+)
 from megajax.core.models.window_layers import are_turns, in_each_layer
 from megajax.core.options import AT_LEAST_ONE, AT_LEAST_ZERO, SHARE, OneOf, Range, above, between
 from megajax.core.traits import (
@@ -202,6 +211,13 @@ class Transformer:
         OneOf(SCORES),
         COMPUTATION,
     ] = "plain"
+    attention_gate: Annotated[
+        str,
+        "what multiplies attention's heads before the output projection, from a product of the layer's input: sigmoid, "
+        "its sigmoid; or a name that --plugins registered (docs/own.md)",
+        OneOf(ATTENTION_GATES),
+        WEIGHTS,
+    ] = "none"
     attention: Annotated[
         Literal["auto", "blocks", "cudnn", "kernel"],
         "what computes attention on a GPU: XLA, in blocks of queries; cuDNN; or our own kernel for Hopper GPUs; auto: "

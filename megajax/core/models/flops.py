@@ -31,7 +31,8 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int) -> Iter
     gated = 2 if model.gated else 1
     shapes = {f"attention {name}": size for name, size in attention_sizes(model).items()}
     if not model.latent_size:
-        into = [shapes.pop(f"attention {name}") for name in ("query", "key", "value")]
+        of_input = [name for name in attention_sizes(model) if name != "output"]
+        into = [shapes.pop(f"attention {name}") for name in of_input]
         shapes |= {"qkv": (hidden, sum(columns for _, columns in into))}
     tokens = sequences * model.sequence_length
     yield from weight_products(tokens, shapes, layers)

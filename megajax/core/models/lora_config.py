@@ -50,7 +50,8 @@ def attention_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     queries, keys = heads * model.head_size, model.num_kv_heads * model.head_size
     output = {"output": (heads * model.value_head_size, hidden)}
     if not model.latent_size:
-        return {"query": (hidden, queries), "key": (hidden, keys), "value": (hidden, keys)} | output
+        gate = {} if model.attention_gate == "none" else {"attention_gate": (hidden, queries)}
+        return {"query": (hidden, queries), "key": (hidden, keys), "value": (hidden, keys)} | gate | output
     of_query, latent, shared = model.query_latent_size, model.latent_size, model.rotary_size
     down = {"query_down": (hidden, of_query)} if of_query else {}
     down |= {"key_value_down": (hidden, latent + shared)}

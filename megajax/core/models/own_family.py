@@ -77,6 +77,7 @@ _ONLY = {
     "model.latent_size": 0,
     "model.prediction_modules": 0,
     "model.sliding_window": 0,
+    "model.attention_gate": "none",
     "model.attention_sinks": False,
     "model.query_key_norm": False,
 }

@@ -61,5 +61,7 @@ ACTIVATIONS: dict[str, Any] = dict.fromkeys(("auto", "gelu", "gelu-tanh", *GATED
 """By `activation`: the functions (`mlp.py` has ours)."""
 SCORES: dict[str, Any] = {"plain": None}
 """By `scores`: functions of attention's scores, of queries' and keys' positions, and of heads."""
+ATTENTION_GATES: dict[str, Any] = dict.fromkeys(("none", "sigmoid"))
+"""By `attention_gate`: functions of what attention's heads return, and of their gates (`attention.py` has ours)."""
 NORMS: dict[str, Any] = dict.fromkeys(("layernorm", "rmsnorm", "rmsnorm-1p"))
 """By `norm`: functions of the configuration that make one (`norms.py` has ours)."""

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.core.parallel.collectives import at_place, zeros_like_type
@@ -27,7 +28,7 @@ def stored(buffer: Tree, slot: Any, tree: Tree) -> Tree:
     index = slot if isinstance(slot, tuple) else (slot,)
 
     def put(slots: Array, new: Array) -> Array:
-        at = *index, *[0] * new.ndim
+        at = [jnp.asarray(place, jnp.int32) for place in (*index, *[0] * new.ndim)]  # also where ints have 64 bits
         return lax.dynamic_update_slice(slots, new[(None,) * len(index)], at, allow_negative_indices=False)
 
     return jax.tree.map(put, buffer, tree)
