@@ -45,7 +45,7 @@ def lines(
     parts = ", ".join(f"{name} {scale * seconds:.{digits}f}" for name, seconds in in_order(best.time.parts))
     compared = zip(compiled, result.checked, strict=False)
     began = "" if result.complete else "partial result, interrupted after "
-    of_half = {"the fastest in half of the memory": result.safer} if result.safer else {}
+    of_half = {"the fastest that needs at most half of the memory": result.safer} if result.safer else {}
     simplest = {f"recommended, the simplest mesh within 5%, number {recommended}": result.recommended}
     others = of_half | {"number 1": best} | (simplest if recommended > 1 else {})
     commands = [line for named in others.items() for line in _command_lines(*named, best, preset, original)]
