@@ -143,7 +143,8 @@ def known_devices(simulated: int) -> int:
     if simulated:
         return simulated
     platforms, several = os.environ.get("JAX_PLATFORMS", ""), "device_count" in os.environ.get("XLA_FLAGS", "")
-    plugins = importlib.util.find_spec("libtpu") or importlib.metadata.entry_points(group="jax_plugins")
+    plugins = any(map(importlib.util.find_spec, ("libtpu", "jax_plugins")))
+    plugins |= bool(importlib.metadata.entry_points(group="jax_plugins"))
     only_cpu = platforms == "cpu" or not (platforms or plugins or _has_cuda())
     return int(only_cpu and not several and "JAX_NUM_CPU_DEVICES" not in os.environ)
 
