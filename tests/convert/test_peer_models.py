@@ -138,9 +138,10 @@ def as_stored(name: str, tensor: np.ndarray, kind: str) -> dict[str, np.ndarray]
 
 @pytest.mark.parametrize("case", [*(name for name in CASES if "no order" not in name), *ODD, *map(full, MORE)])
 def test_logits_loss_and_gradients(case: str, tmp_path: Path) -> None:
-    """Imported: the logits within 1e-5 of the largest, or 5 times as far from fp64 as theirs in fp32; the loss, and
-    every gradient within 1e-5; of drawn models, of which some gradients are small sums of large numbers, within 5e-5:
-    of three that differed by more than 1e-5, ours in fp64 were as far from either."""
+    """Imported: the logits within 1e-5 of the largest of theirs in fp64; the loss, and every gradient within 1e-5. Some
+    drawn models are badly conditioned: their logits may be 5 times as far from fp64 as theirs in fp32, and gradients,
+    small sums of large numbers, within 5e-5: of three that differed by more than 1e-5, ours in fp64 were as far from
+    either."""
     peer, _, mesh = model_of(case)
     peer.save_pretrained(tmp_path / "hf")
     source = open_source(tmp_path / "hf", {"model.vocab_multiple": 48, "model.scan_layers": "true"})
@@ -163,7 +164,8 @@ def test_logits_loss_and_gradients(case: str, tmp_path: Path) -> None:
         theirs = peer_logits(peer.double(), batch)[0].numpy()
     ours = np.asarray(logits(program)(params, placed))[..., : model.vocab_size]
     there = np.arange(model.sequence_length) < batch.get("length", np.full(8, model.sequence_length))[:, None]
-    limit = max(1e-5 * np.abs(theirs).max(), 5 * np.abs(rounded - theirs)[there].max())
+    of_drawn = 0 if case in CASES else 5 * np.abs(rounded - theirs)[there].max()
+    limit = max(1e-5 * np.abs(theirs).max(), of_drawn)
     np.testing.assert_allclose(ours[there], theirs[there], rtol=0, atol=limit)
 
     their_loss, their_gradients = peer_gradients(peer, batch)

@@ -230,10 +230,11 @@ def test_its_commands_and_its_export() -> None:
     """Trained, ended by a signal, resumed on the same and another mesh, exported as it says; generation is refused."""
     text, argv = (ROOT / "docs" / "own-model.md").read_text(), [sys.executable, "-m", "megajax"]
     first, second = re.findall(r"^megajax (train .*)$", text, re.MULTILINE)
-    log_file = Path("runs/parallel/log.txt")
+    log_file, deadline = Path("runs/parallel/log.txt"), time.monotonic() + 600
     begun = [*argv, *first.split(), "--train.steps", "10000", "--train.log-every", "1"]
     with subprocess.Popen(begun, env=as_users_do(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        while process.poll() is None and not (log_file.exists() and " 5/10000 " in log_file.read_text()):
+        while not (log_file.exists() and " 5/10000 " in log_file.read_text()) and process.poll() is None:
+            assert time.monotonic() < deadline, process.kill()
             time.sleep(0.1)
         process.terminate()
         assert b"stopped" in process.communicate()[1] and process.returncode == 143

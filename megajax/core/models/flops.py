@@ -31,8 +31,7 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int) -> Iter
     gated = 2 if model.gated else 1
     shapes = {f"attention {name}": size for name, size in attention_sizes(model).items()}
     if not model.latent_size:
-        of_input = [name for name in attention_sizes(model) if name != "output"]
-        into = [shapes.pop(f"attention {name}") for name in of_input]
+        into = [shapes.pop(name) for name in [*shapes] if name != "attention output"]
         shapes |= {"qkv": (hidden, sum(columns for _, columns in into))}
     tokens = sequences * model.sequence_length
     yield from weight_products(tokens, shapes, layers)
