@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A command of megajax on all GPUs of this machine, one process for each, where no launcher starts them.
 #
-#   deploy/each-gpu.sh megajax train gpt2-1.2b --data.path corpora/web --mesh.data 8
-#   deploy/each-gpu.sh python train.py demo --mesh.data 8
+#   deploy/each-gpu.sh megajax train gpt2-1.2b --data.path corpora/web --mesh.data auto
+#   deploy/each-gpu.sh python train.py demo --mesh.data auto
 #
 # GPUS=4 uses the first four. Process 0 prints; the others' lines begin with their number. SIGTERM and Ctrl-C go to all
 # processes, which stop after the same step with a checkpoint. Exit code: the first that is not 0. In a container, it is

@@ -21,7 +21,7 @@ from megajax.plan.whole_run import WholeRun, tokens_of
 from megajax.settings.config import MOST_SIMULATED, Config
 from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
 from megajax.settings.presets import load_preset, resolve
-from megajax.settings.validation import validate_imagined
+from megajax.settings.validation import check_no_auto, validate_imagined
 from megajax.start.launch import imagine_devices, peak_resident_bytes
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"--{name} without --search; valid: --search, or without --{name}")
     preset, overrides = load_preset(args.preset), parser.overrides(args)
     config = resolve(preset, overrides)
+    check_no_auto(config)
     machines = _machines(args, config.precision)
     run = WholeRun(tokens_of(getattr(args, "tokens", "")) or 0.0, getattr(args, "price", 0.0))
     if run.price and not run.tokens:

@@ -8,7 +8,7 @@ from megajax.host.streams import output
 from megajax.settings.checks import check_given
 from megajax.settings.config import Config
 from megajax.settings.flags import print_left_out, read_command
-from megajax.settings.validation import validate
+from megajax.settings.validation import validate, with_data
 from megajax.start.launch import known_devices
 
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
     _check_paths(config)
     check_given(config)
     if not config.distributed.coordinator and (count := known_devices(config.simulate_devices)):
-        validate(config, count)
+        validate(with_data(config, count), count)
     if command.dry_run:
         from megajax.training.dry_run import dry_run
 

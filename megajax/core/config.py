@@ -13,16 +13,17 @@ from megajax.core.axes import AXES, BATCH_AXES, OPTIONAL_AXES, REPLICA, ROW_AXES
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.optim.config import OWN, LossScaleConfig, OptimizerConfig
-from megajax.core.options import SEED, SHARE, OneOf, above, between
+from megajax.core.options import SEED, SHARE, OneOf, Range, above, between
 from megajax.core.pipeline.config import PipelineConfig
-from megajax.core.traits import SAMPLES
+from megajax.core.traits import SAMPLES, Named
 
 MODELS_OWN = "cross-entropy"  # or what else the family's losses are
 LOSSES: dict[str, Any] = {MODELS_OWN: None, "preferences": None, OWN: None}
 """By `train.loss`: for a registered one, a `Loss` or the function of one (`models/own_loss.py`)."""
 METRICS: dict[str, Any] = {}
 """By `train.metrics`: functions of logits and batch."""
-_AXIS = between(1, 100_000)
+_MOST = 100_000
+_AXIS, AUTO = between(1, _MOST), 0  # the latter: not known before there are devices (`settings/validation.py`)
 MOST_ROWS = 1_000_000  # of a global batch
 ROWS = between(1, MOST_ROWS)
 
@@ -34,7 +35,12 @@ class MeshConfig:
     One field for each line of the table in `megajax/core/axes.py`. All but `replica` are options.
     """
 
-    data: Annotated[int, "data-parallel replicas, each training on its own rows of the batch", _AXIS] = 1
+    data: Annotated[
+        int,
+        "data-parallel replicas, each training on its own rows of the batch; auto: as many as the devices allow",
+        Range(lambda x: 0 <= x <= _MOST, f"1 to {_MOST}"),
+        Named("auto", AUTO),
+    ] = 1
     expert: Annotated[int, "devices that the experts are sharded over; each also trains on its own rows", _AXIS] = 1
     pipe: Annotated[int, "pipeline stages", _AXIS] = 1
     context: Annotated[int, "devices that each sequence's tokens are sharded over", _AXIS] = 1

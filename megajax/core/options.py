@@ -15,7 +15,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replac
 from decimal import Decimal
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from megajax.core.traits import IsPath
+from megajax.core.traits import IsPath, Named
 
 _Trait = TypeVar("_Trait")
 
@@ -117,6 +117,7 @@ class Option:
             return "one text or more, each in UTF-8, without NUL"
         words = {bool: "true or false", str: "text in UTF-8, without NUL", int: "a whole number"}
         word = words.get(self.kind, "a finite number")
+        word = f"{named.word}, or {word}" if (named := self.trait(Named)) else word
         return f"{word}, {self._range.words}" if self.kind in (int, float) and self._range.words else word
 
     @property
@@ -131,6 +132,8 @@ class Option:
             value = os.fspath(value)
         elif getattr(value, "shape", None) == ():  # a number of NumPy or JAX
             value = value.item()
+        elif (named := self.trait(Named)) and value == named.word:
+            return named.number
         if self._literals:
             value = str(value).lower() if isinstance(value, bool) else value
             good = any(type(value) is type(choice) and value == choice for choice in self._literals)
@@ -165,7 +168,8 @@ class Option:
             return self.convert({"true": True, "false": False}.get(text))
         if self.is_list:
             return replace(self, kind=str).convert(text)
-        return self.convert(text if self.kind is str else number(text, self.kind))
+        is_word = (named := self.trait(Named)) is not None and text == named.word
+        return self.convert(text if self.kind is str or is_word else number(text, self.kind))
 
     def problem(self, value: Any) -> str:
         """What an error message says after the flag about a value of the right type; empty if it is valid."""

@@ -74,6 +74,14 @@ PER_START = PerStart()
 
 
 @dataclass(frozen=True)
+class Named:
+    """A number of the option that users write as a word."""
+
+    word: str
+    number: int = 0
+
+
+@dataclass(frozen=True)
 class Size:
     """The option is the size of a dim of the weights."""
 

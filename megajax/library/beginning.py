@@ -21,7 +21,7 @@ from megajax.settings import presets
 from megajax.settings.checks import check_there
 from megajax.settings.config import Config
 from megajax.settings.option_errors import shown
-from megajax.settings.validation import validate
+from megajax.settings.validation import validate, with_data
 from megajax.start.device_memory import check_memory
 from megajax.start.launch import start
 from megajax.training.begin import check_own, with_total_steps
@@ -59,7 +59,9 @@ def make_program(config: Config, devices: Sequence[jax.Device] | None = None) ->
 def _on_devices(config: Config, devices: Sequence[jax.Device] | None = None) -> tuple[Config, list[jax.Device]]:
     """A valid configuration, with numbers for `pipeline.layers` auto, and the devices of its mesh."""
     start(config)
-    there = list(jax.devices() if devices is None else devices)[: config.mesh.num_devices]
+    there = list(jax.devices() if devices is None else devices)
+    config = with_data(config, len(there))
+    there = there[: config.mesh.num_devices]
     validate(config, len(there))
     return placed(config, machine_of_device(there[0].device_kind, config.precision)), there
 

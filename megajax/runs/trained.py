@@ -25,7 +25,7 @@ from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.directory import stored_config
 from megajax.runs.ownership import check_format, marked_format
 from megajax.settings.config import Config
-from megajax.settings.validation import validate_mesh
+from megajax.settings.validation import validate_mesh, with_data
 from megajax.start.device_memory import check_memory
 from megajax.start.fused_forms import cannot_attend
 from megajax.start.launch import start
@@ -131,7 +131,8 @@ def evaluation_config(
     if mesh is None:
         start(config)
         given = any(key.startswith("mesh.") for key in overrides)
-        mesh = config.mesh if given else MeshConfig(data=jax.device_count())
+        of_flags = with_data(config, jax.device_count(), trains=False).mesh
+        mesh = of_flags if given else MeshConfig(data=jax.device_count())
     config = dataclasses.replace(config, mesh=mesh)
     validate_mesh(config, jax.device_count())
     rows = config.mesh.row_shards * config.mesh.pipe * config.train.microbatch

@@ -6,7 +6,7 @@ import math
 from itertools import product
 
 from megajax.core.axes import CONTEXT, EXPERT, PIPE, ROW_AXES, TENSOR
-from megajax.core.config import MeshConfig
+from megajax.core.config import AUTO, MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
 from megajax.core.options import counted, options
@@ -23,14 +23,44 @@ def validate(config: Config, num_devices: int) -> None:
     _check_training_on_mesh(config, num_devices)
 
 
+def with_data(config: Config, num_devices: int, *, trains: bool = True) -> Config:
+    """The configuration with a number for `--mesh.data auto`: as many as there are devices for the other axes. One that
+    trains must be able to share the rows of its batches."""
+    if config.mesh.data != AUTO:
+        return config
+    alone = dataclasses.replace(config.mesh, data=1)
+    data, rest = divmod(num_devices, alone.num_devices)
+    if rest or not data:
+        others = alone.flags([axis for axis, size in alone.sizes.items() if size > 1])
+        there = f"--mesh.data auto with {others} on {counted(num_devices, 'device', '')}"
+        raise UserError(f"{there}; valid: a multiple of {alone.num_devices} devices")
+    batch, each = config.train.batch_sizes.divisor, alone.row_shards * config.train.microbatch
+    if trains and batch % (each * data) and batch % each == 0:
+        sizes = _divisors(batch // each)
+        near = [*[size for size in sizes if size < data][-1:], *[size for size in sizes if size > data][:1]]
+        devices = " or ".join(f"{size * alone.num_devices} (--mesh.data {size})" for size in near)
+        raise UserError(
+            f"--mesh.data auto is {data} on {num_devices} devices, which cannot share the rows of "
+            f"--train.global-batch {batch}; valid: {devices} devices"
+        )
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, data=data))
+
+
 def validate_imagined(config: Config) -> None:
     """`validate` as if there were as many devices as the mesh has; errors name the nearest valid mesh."""
+    check_no_auto(config)
     check_values(config)
     try:
         _check_training_on_mesh(config, config.mesh.num_devices)
     except UserError as error:
         mesh = nearest_mesh(config)
         raise UserError(f"{error}; the nearest valid mesh: {mesh.flags(between=' ') if mesh else 'none'}") from None
+
+
+def check_no_auto(config: Config) -> None:
+    """Refuse `--mesh.data auto` where the devices are only imagined."""
+    if config.mesh.data == AUTO:
+        raise UserError("--mesh.data auto without the devices; valid: a number")
 
 
 def nearest_mesh(config: Config) -> MeshConfig | None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.core.config import MeshConfig
+from megajax.core.config import AUTO, MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.private import backends_are_initialized
 from megajax.settings.config import Config
@@ -130,7 +130,7 @@ def _simulate(count: int) -> None:
 def check_mesh_of_flags(overrides: Mapping[str, Any]) -> None:
     """Refuse the mesh that flags name if it is known, without importing JAX, that there are other devices."""
     sizes = {key.removeprefix("mesh."): size for key, size in overrides.items() if key.startswith("mesh.")}
-    alone = sizes and "distributed.coordinator" not in overrides
+    alone = sizes and "distributed.coordinator" not in overrides and sizes.get("data") != AUTO
     if alone and (count := known_devices(overrides.get("simulate_devices", 0))):
         check_devices(MeshConfig(**sizes), count)
 

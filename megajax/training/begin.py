@@ -46,7 +46,7 @@ from megajax.settings.config import Config, lasting, profiled_steps, to_toml
 from megajax.settings.plugins import remember
 from megajax.settings.preset_files import parse_toml
 from megajax.settings.presets import read_run
-from megajax.settings.validation import check_ramp, validate
+from megajax.settings.validation import check_ramp, validate, with_data
 from megajax.start.device_memory import check_memory
 from megajax.start.fused_forms import check_attention
 from megajax.start.launch import start
@@ -155,7 +155,9 @@ def _check_length(run: Trainer, config: Config) -> None:
 
 
 def with_layers(config: Config) -> Config:
-    """The configuration with numbers for `--pipeline.layers auto`, by the plan's times for these GPUs."""
+    """The configuration with numbers for `--mesh.data auto`, by how many devices there are, and for `--pipeline.layers
+    auto`, by the plan's times for these GPUs."""
+    config = with_data(config, jax.device_count())
     if config.pipeline.layers == "auto":
         validate(config, jax.device_count())
         machine = machine_of_device(jax.devices()[0].device_kind, config.precision)

@@ -22,7 +22,7 @@ from megajax.settings.config import Config
 from megajax.settings.flags import Parser
 from megajax.settings.other_names import OURS
 from megajax.settings.presets import load_preset, resolve
-from megajax.settings.validation import validate_imagined
+from megajax.settings.validation import validate_imagined, with_data
 
 COMMANDS = commands()
 
@@ -64,7 +64,7 @@ def _wrong(words: list[str]) -> str:
     def parse_and_leave(self: Parser, *arguments: Any) -> NoReturn:
         args = parse(self, *arguments)
         if hasattr(args, "preset"):
-            validate_imagined(resolve(load_preset(args.preset), self.overrides(args)))
+            validate_imagined(with_data(resolve(load_preset(args.preset), self.overrides(args)), 8))
         raise _Read
 
     with mock.patch.object(Parser, "parse_args", parse_and_leave):

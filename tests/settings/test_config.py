@@ -12,7 +12,7 @@ from megajax.core.models.staged import count_active_parameters, count_parameters
 from megajax.core.options import options
 from megajax.settings.config import Config
 from megajax.settings.presets import load_preset, resolve
-from megajax.settings.validation import validate, validate_imagined, validate_mesh
+from megajax.settings.validation import validate, validate_imagined, validate_mesh, with_data
 
 
 def demo(**overrides: Any) -> Config:
@@ -171,6 +171,20 @@ def test_values_that_are_wrong_by_themselves_name_the_flag_and_what_is_valid(
 ) -> None:
     short = {"train.steps": 100, "train.eval_every": 25, "optimizer.warmup_steps": 40, "optimizer.decay_steps": 100}
     assert words in user_error(resolve, load_preset("demo") | short, overrides)
+
+
+def test_data_parallel_replicas_for_the_devices_that_there_are() -> None:
+    """As a flag and in a preset; with fewer devices the batch is the same, or the nearest numbers are named."""
+    config = resolve(load_preset("demo") | {"mesh.data": "auto"}, {"mesh.tensor": 2, "optimizer.zero_ranks": 2})
+    assert [with_data(config, devices).mesh.data for devices in (4, 8)] == [2, 4]
+    assert with_data(config, 8).mesh.replica == 2
+    assert with_data(demo(mesh__data=2), 1).mesh.data == 2
+    found = user_error(with_data, config, 6)
+    assert "--mesh.data auto is 3 on 6 devices, which cannot share the rows of --train.global-batch 8; " in found
+    assert "valid: 4 (--mesh.data 2) or 8 (--mesh.data 4) devices" in found
+    assert "with --mesh.tensor 2 on 3 devices; valid: a multiple of 2" in user_error(with_data, config, 3)
+    assert with_data(config, 6, trains=False).mesh.data == 3
+    assert "--mesh.data auto without the devices; valid: a number" in user_error(validate_imagined, config)
 
 
 def test_the_mesh_must_have_the_size_of_the_devices() -> None:

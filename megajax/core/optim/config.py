@@ -147,7 +147,7 @@ class OptimizerConfig:
 
     def replicas(self, data: int) -> int:
         """The groups of data-parallel ranks with all of ZeRO's shards each; one if they cannot be equally large."""
-        divides = self.zero and self.zero_ranks and data % self.zero_ranks == 0
+        divides = data and self.zero and self.zero_ranks and data % self.zero_ranks == 0
         return data // self.zero_ranks if divides else 1
 
     @property
