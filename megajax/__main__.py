@@ -16,6 +16,7 @@ COMMANDS = {  # name -> description; `megajax.commands.NAME.main` takes the argu
     "generate": "Generate text with a trained model.",
     "plan": "Estimate a run's memory, communication and time on a mesh, without the hardware.",
     "prepare": "Turn raw text into a tokenized dataset: clean, deduplicate, remove test sets, tokenize.",
+    "replay": "Run steps of a run again, on any mesh, and compare them with what was recorded.",
     "schedule": "Print and draw a pipeline schedule: its table, ticks, bubble and chunks in flight.",
     "train": "Pretrain or fine-tune a model from a preset.",
     "verify": "Check a scaled-down model on your mesh against one device, on simulated devices.",

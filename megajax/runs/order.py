@@ -121,7 +121,11 @@ class OrderedSamples:
     shift: int  # from numbers in the order to those in `train`
 
     def __getitem__(self, sample: int) -> Sample:
-        return self.train[self.order.number_of(sample) + self.shift]
+        return self.train[self.place(sample)]
+
+    def place(self, sample: int) -> int:
+        """The number in `train` of the sample that is drawn after `sample` others."""
+        return self.order.number_of(sample) + self.shift
 
 
 def _after(count: int, start: int, skip: Sequence[tuple[int, int]]) -> int:

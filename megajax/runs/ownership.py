@@ -14,10 +14,10 @@ MARKED = json.dumps({"program": "megajax", "format": FORMAT}) + "\n"
 IMPORTED = "imported.json"  # describes the original of imported weights (`convert/origin.py`)
 FORMS = "forms.json"  # the forms of attention and products that were measured and chosen (`runs/forms.py`)
 _PICTURES = ("loss.png", "experts.png")
-_SAMPLES = ("order.json", "reference.npy")  # (`runs/order.py`, `training/reference.py`)
+OF_SAMPLES = ("order.json", "reference.npy")  # (`runs/order.py`, `training/reference.py`)
 _FILES = ("config.toml", "metrics.jsonl", MARK, IMPORTED, FORMS, "run.lock", "tracking.json", NAME, OLDER)
-_FOLDERS = ("processes", "data", "tokenizer", "checkpoints", "tensorboard", "wandb", "mlflow", "profile")
-_ENTRIES = dict.fromkeys((*_FILES, *_PICTURES, *_SAMPLES), "a file") | dict.fromkeys(_FOLDERS, "a folder")
+_FOLDERS = ("processes", "data", "tokenizer", "checkpoints", "starts", "tensorboard", "wandb", "mlflow", "profile")
+_ENTRIES = dict.fromkeys((*_FILES, *_PICTURES, *OF_SAMPLES), "a file") | dict.fromkeys(_FOLDERS, "a folder")
 
 
 def mark(run_dir: Path) -> None:

@@ -39,6 +39,7 @@ from megajax.runs.kept_tokenizer import keep_copy, put_back_copy
 from megajax.runs.lock import RunLock
 from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.order import Order, default_corpora, read_order, write_order
+from megajax.runs.starts import keep_start
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import TaskData, make_task_data, open_task_data
 from megajax.settings.checks import check_cooldown
@@ -139,6 +140,7 @@ def _keep_config(config: Config, run: Trainer) -> None:
     keep_copy(file.parent, again=run.checkpoints.saved is None)
     remember(file.parent, kept.plugins)
     text = to_toml(kept, run.config.optimizer.horizon)
+    keep_start(file.parent, run.first, text, given=isinstance(run.data, OwnData) and not config.data.set)
     if not reading.kind(file) or parse_toml(reading.read_bytes(file), str(file)) != tomllib.loads(text):
         write_atomically(file, text)  # otherwise comments in it stay
     run.log.record_config(dataclasses.replace(kept, optimizer=run.config.optimizer))

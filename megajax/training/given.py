@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from megajax.core.optim.config import UNKNOWN, Horizon
 from megajax.core.program.program import Program
@@ -43,6 +43,7 @@ class Supplied:
         data: in place of the data that the configuration names.
         on_begin: called with the `Trainer` before its first step.
         on_step, on_validation: called with a finished step's number and figures, or loss.
+        ending: what the last step is followed by; "saved": a checkpoint alone; "none": nothing.
     """
 
     program: Program | None = None
@@ -55,6 +56,7 @@ class Supplied:
     on_begin: Callable[[Any], object] = lambda run: None
     on_step: OnStep = lambda step, figures: None
     on_validation: OnValidation = lambda step, loss: None
+    ending: Literal["whole", "saved", "none"] = "whole"
 
 
 NOTHING = Supplied()

@@ -118,6 +118,8 @@ class Trainer:
         self.watchdog.close()
         with self.log:
             self.log.end_steps()
+            if self.supplied.ending != "whole":
+                return
             self._summary()
         for line in written(Path(self.config.run_dir)):
             say(line)
@@ -158,7 +160,7 @@ class Trainer:
         self._make_up()
         sizes, program = self.order.sizes, self.program
         rows_of = functools.cache(program.rows_of)
-        batches = self._batches(rows_of)
+        batches = self.batches(rows_of)
         at_once = runs_at_once(config)
         step_function = None
         for step in range(self.first + 1, config.train.steps + 1):
@@ -218,7 +220,7 @@ class Trainer:
         if self.stop_signal:
             self._stop_by_signal(step)
 
-    def _batches(self, rows_of: Callable[[int], list[int]]) -> Iterator[Any]:
+    def batches(self, rows_of: Callable[[int], list[int]]) -> Iterator[Any]:
         """The batches of all steps that are left."""
         if isinstance(self.data, OwnData) and self.data.batches:
             return self.data.batches(self.first)
@@ -261,7 +263,8 @@ class Trainer:
             raise _SignalSeen
 
     def _saves(self, step: int) -> bool:
-        return bool(self.stop_signal) or self.minutes_over or self._due(step, self.config.checkpoint.every)
+        due = self.supplied.ending != "none" and self._due(step, self.config.checkpoint.every)
+        return bool(self.stop_signal) or self.minutes_over or due
 
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
@@ -367,7 +370,7 @@ class Trainer:
     def _score_dev(self) -> None:
         """Compute and record a task's figures on its dev records; if a signal comes meanwhile, the next start does."""
         try:
-            if isinstance(self.data, TaskData):
+            if isinstance(self.data, TaskData) and self.supplied.ending == "whole":
                 score = self.validator.score_dev
                 self.dev_figures = score(self.step, self._weights(), self.data, self._look_for_a_signal)
                 self.log.record_dev(self.step, self.dev_figures)

@@ -162,8 +162,13 @@ class BlendedSamples:
         assert len(sources) == len(weights) and {source.sequence_length for source in sources} == {self.sequence_length}
 
     def __getitem__(self, index: int) -> Sample:
+        source, own = self.place(index)
+        return self.sources[source][own]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The source of a sample, and its number there."""
         source, own = self.blend.place(index)
-        return self.sources[source][self._before[source] + own]
+        return source, self._before[source] + own
 
 
 class JoinedSamples:

@@ -6,6 +6,7 @@ whose attention restarts with every document.
 """
 
 import functools
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -122,6 +123,11 @@ class TrainSamples:
             sample["positions"] = stream.positions(start, start + self.sequence_length)
         return sample
 
+    def parts(self, index: int) -> list[tuple[int, slice]]:
+        """The documents that a sample's targets are from: where each begins in the corpus, and its targets."""
+        start = self._order[index] * self.sequence_length + 1
+        return self._epoch_stream(index // self.epoch_size).parts(start, start + self.sequence_length)
+
 
 class EvaluationSamples:
     """Samples that predict every token except the first exactly once, in canonical order; the last one is padded.
@@ -236,6 +242,13 @@ class _TokenStream:
             window[done - start : until - start] = self._documents.read(done + shift, until + shift)
             done, position = until, position + 1
         return window
+
+    def parts(self, start: int, stop: int) -> list[tuple[int, slice]]:
+        """The documents of the tokens from `start` to `stop`: where each begins in the corpus, and which of these."""
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
+        begins = self._documents.document_offsets[self._order[first : last + 1]].tolist()
+        ends = (np.minimum(self._ends[first : last + 1], stop) - start).tolist()
+        return [(begin, slice(*each)) for begin, each in zip(begins, itertools.pairwise([0, *ends]), strict=True)]
 
     def positions(self, start: int, stop: int) -> npt.NDArray[np.int32]:
         """Positions of tokens in their documents, int32 [stop - start]; a document that began before `start` counts

@@ -4,6 +4,7 @@ rows of several packed records, in which only the model's part is a target.
 Letters: N records; T is the sequence length.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -203,6 +204,13 @@ class InstructionRows:
             sample["positions"][span] = np.arange(len(tokens))
             done = span.stop
         return sample
+
+    def parts(self, index: int) -> list[tuple[int, slice]]:
+        """The records in a row: the number of each, and its targets."""
+        ends = [0, *itertools.accumulate(len(self._texts[record][0]) for record in self._rows[index])]
+        return [
+            (record, slice(*each)) for record, each in zip(self._rows[index], itertools.pairwise(ends), strict=True)
+        ]
 
 
 def encoded(records: Sequence[Instruction], tokenizer: Tokenizer) -> Iterator[Encoded]:

@@ -105,7 +105,11 @@ class EpochOrder:
         self._order = shuffled(self.epoch_size, _ORDER, seed)
 
     def __getitem__(self, number: int) -> Sample:
-        return self._samples[self._order[number]]
+        return self._samples[self.place(number)]
+
+    def place(self, number: int) -> int:
+        """The number of a sample in an epoch without an order."""
+        return self._order[number]
 
 
 def split_by_context(entries: Sequence[Any], fraction: float, seed: int) -> tuple[list[Any], list[Any]]:

@@ -47,6 +47,17 @@ def windows(samples: TrainSamples, numbers) -> list[tuple[int, ...]]:
     return found
 
 
+def test_the_documents_of_a_samples_targets():
+    samples = train_samples()
+    for number in range(2 * samples.epoch_size):
+        targets, parts = samples[number]["targets"], samples.parts(number)
+        assert [span.start for _, span in parts] == [0, *(span.stop for _, span in parts[:-1])]
+        for begin, span in parts:
+            document = int(np.searchsorted(CORPUS.document_offsets, begin, side="right")) - 1
+            assert {*targets[span].tolist()} <= {*CORPUS.document(document).tolist()}
+        assert parts[-1][1].stop == LENGTH
+
+
 def test_an_epoch_is_the_joined_documents_cut_with_one_token_shared():
     samples = train_samples()
     num_tokens = sum(LENGTHS[number] for number in TRAIN)

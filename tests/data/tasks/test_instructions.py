@@ -95,6 +95,8 @@ def test_a_row_is_its_records_apart():
         ]
         assert sample["positions"][place].tolist() == list(range(len(ids) - 1))
         done = place.stop
+    lengths = [len(ids) - 1 for ids, _ in encoded(records, GPT2)]
+    assert [(number, span.stop - span.start) for number, span in samples.parts(0)] == [*enumerate(lengths)]
     assert (sample["targets"][done:] == IGNORED).all() and not sample["positions"][done:].any()
     assert {array.dtype for array in sample.values()} == {np.dtype(np.int32)}
 

@@ -1,0 +1,273 @@
+"""Steps of a run again, on the same mesh or another one: `megajax replay`.
+
+The run that does it lies in a folder of its own, which begins with the checkpoint and the data of the other one, and is
+removed at the end. It is resumed like any run; only what it records is compared.
+"""
+
+import contextlib
+import dataclasses
+import math
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from megajax.core.errors import Damaged, RunError, UserError
+from megajax.core.models.router import LOAD
+from megajax.core.optim.config import UNKNOWN, Horizon
+from megajax.core.program.program import Program
+from megajax.host import reading
+from megajax.host.files import writable
+from megajax.host.processes import is_first_process, on_first_process, say
+from megajax.runs.metrics import read_metrics
+from megajax.runs.ownership import FORMS, IMPORTED, OF_SAMPLES, mark
+from megajax.runs.starts import Start, starts, this_machine
+from megajax.runs.step_folders import complete
+from megajax.runs.trained import check_run
+from megajax.settings.checks import check_given
+from megajax.settings.config import Config, lasting, to_toml
+from megajax.settings.presets import resolve
+from megajax.settings.validation import validate
+from megajax.start.launch import start
+from megajax.training.begin import train_here
+from megajax.training.given import Supplied
+from megajax.training.loop import Trainer
+from megajax.training.step_layers import Norms, beside, norms_of_layers
+from megajax.training.step_samples import losses_of_samples
+
+_OF_TIME = {"step", "seconds", "data_seconds", "tokens_per_second", "tflops_per_device", "mfu", "resumed_from", LOAD}
+_OF_TIME |= {"memory_bytes", "peak_memory_bytes"}
+_EXACT = {"tokens", "skipped_steps", "loss_scale"}  # figures that no rounding changes
+# The relative difference that rounding makes in a step of a run: of losses, and of other figures, such as the gradient
+# norm. It grows with the steps since the checkpoint. docs/operations.md says how it was measured.
+ROUNDING = {
+    **{"fp64": (2e-15, 1e-14), "fp32": (1e-6, 1e-4), "fp16": (4e-6, 2.5e-3)},
+    **{"bf16": (1e-4, 3e-2), "fp8": (1e-4, 3e-2)},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """Steps of a run to train again.
+
+    Attributes:
+        first, last: the steps.
+        overrides: replace values of the run's configuration.
+        plugins: whether to load those that the run has.
+        samples, layers: what to show of a single step: the losses of its documents; the norms of its layers, on the
+            run's own mesh and on the other one.
+    """
+
+    run_dir: Path
+    first: int
+    last: int
+    overrides: Mapping[str, Any]
+    plugins: bool = True
+    samples: bool = False
+    layers: bool = False
+
+    def __call__(self) -> None:
+        """Train the steps and compare what they record. Raises `RunError` if a step differs."""
+        run_dir, last = self.run_dir, self.last
+        check_run(run_dir, "RUN")
+        recorded = _by_step(read_metrics(run_dir))
+        self._check(recorded)
+        known = starts(run_dir)
+        begin = _begin(run_dir, self.first, known)
+        now = max(index for index, each in enumerate(known) if each.step <= begin or not index)
+        parts = [each for each in known[now:] if each.step < last]
+        if any(each.given for each in parts):
+            what = f"{run_dir}: its steps were trained on data that Python code gave"
+            raise UserError(f"{what}; valid: steps trained on a corpus, a task or --data.set")
+        configs, own = ([self._config(each, values) for each in parts] for values in (self.overrides, {}))
+        for config in configs:
+            check_given(config)
+        simulated = max(config.simulate_devices for config in configs + own * self.layers)
+        start(dataclasses.replace(configs[0], simulate_devices=simulated))
+        if self.layers and jax.process_count() > 1:
+            raise UserError("--layers with several processes; valid: one process")
+        exact = all(map(_same_bits, configs, own, parts))
+        since = f"its checkpoint of step {begin}" if begin else "the weights that it began with"
+        say(f"steps {self.first} to {last} of {run_dir} again, from {since}")
+        before, norms, lines = known[max(0, now - (known[now].step == begin))], list[Norms](), [""]
+        stops = [*(each.step for each in parts[1:]), *[self.first - 1] * (self.samples or self.layers), last]
+
+        def compare() -> list[int]:
+            differing, lines[0] = compared(recorded, _by_step(read_metrics(folder)), begin, config.precision, exact)
+            return [differing]
+
+        for several in (own, configs)[not self.layers :]:
+            with _workplace(run_dir) as folder:
+                laid_out = self._config(before, self.overrides), before.preset.horizon
+                on_first_process(partial(_lay_out, run_dir, folder, begin, *laid_out))
+                at = begin
+                for stop in sorted({stop for stop in stops if stop > begin}):
+                    which = max(index for index, each in enumerate(parts) if each.step <= at or not index)
+                    config, horizon = several[which], parts[which].preset.horizon or UNKNOWN
+                    ending: Any = "saved" if stop < last else "none"
+                    show = partial(self._shown, norms)
+                    _train(config, folder, stop, Supplied(horizon=horizon, ending=ending, on_begin=show), self.layers)
+                    at = stop
+                (differing,) = on_first_process(compare)
+        if self.layers:
+            say("\n".join([f"norms of step {last} on the run's own mesh and on the other one:", *beside(*norms)]))
+        line = f"steps {begin + 1} to {last} of {run_dir}: {lines[0] or 'process 0 says which differs'}"
+        if differing:
+            raise RunError(line)
+        say(line)
+
+    def _config(self, each: Start, overrides: Mapping[str, Any]) -> Config:
+        """The configuration of a start with `overrides`, without the plugins, which are there from then on. A mesh that
+        they name stands for all of it, and on simulated devices they are as many."""
+        values = dict(each.preset.values)
+        if any(key.startswith("mesh.") for key in overrides):
+            values = {key: value for key, value in values.items() if not key.startswith(("mesh.", "pipeline."))}
+        if not self.plugins or "plugins" in self.overrides:
+            values.pop("plugins", None)
+        config = dataclasses.replace(resolve(values, overrides, decay_follows=False), plugins=())
+        if config.simulate_devices and "simulate_devices" not in overrides and config.distributed.num_processes < 2:
+            count = config.mesh.num_devices or config.simulate_devices
+            config = dataclasses.replace(config, simulate_devices=count)
+        return config
+
+    def _check(self, recorded: Mapping[int, Mapping[str, Any]]) -> None:
+        """Check that the steps are recorded, and one where more cannot be shown."""
+        shown = "--samples" if self.samples else "--layers"
+        if (self.samples or self.layers) and self.first != self.last:
+            raise UserError(f"{shown} with --steps {self.first}:{self.last}; valid: one step")
+        if self.layers and not any(key.startswith("mesh.") for key in self.overrides):
+            raise UserError("--layers without another mesh; valid: --mesh.… of one")
+        missing = [step for step in range(self.first, self.last + 1) if "loss" not in recorded.get(step, {})]
+        if missing:
+            steps = [step for step, record in recorded.items() if "loss" in record]
+            valid = f"steps from {min(steps)} to {max(steps)}" if steps else "a run that has trained"
+            file = self.run_dir / "metrics.jsonl"
+            raise UserError(f"--steps {self.first}:{self.last}: {file} lacks step {missing[0]}; valid: {valid}")
+
+    def _shown(self, norms: list[Norms], run: Trainer) -> None:
+        """Show what is wanted of a step before it is trained."""
+        if run.first == self.first - 1:
+            if self.layers:
+                norms.append(norms_of_layers(run))
+            if self.samples and len(norms) != 1:
+                for line in losses_of_samples(run, self.first):
+                    say(line)
+
+
+def compared(
+    recorded: Mapping[int, Mapping[str, Any]],
+    replayed: Mapping[int, Mapping[str, Any]],
+    begin: int,
+    precision: str,
+    exact: bool,
+) -> tuple[bool, str]:
+    """Whether figures of steps after `begin` differ, bit by bit or by more than rounding, and a line that names the
+    first step, or says how near they are."""
+    largest, nearest = 0.0, ""
+    for step, figures in sorted(replayed.items()):
+        for name, value in figures.items():
+            if name in _OF_TIME or name not in recorded.get(step, {}):
+                continue
+            other = recorded[step][name]
+            off, rounds = _relative(other, value), not exact and name not in _EXACT
+            limit = ROUNDING[precision][not name.startswith("loss")] * (step - begin) * rounds
+            if off > limit:
+                what = f"{name} {value}, not {other} ({off:.2g} of it"
+                bound = f"; rounding in {precision} makes up to {limit:.1g})" if rounds else ")"
+                return True, f"step {step} is the first that differs: {what}{bound}"
+            if off > largest:
+                largest, nearest = off, f"{name} of step {step}"
+    if exact or not largest:
+        return False, "the same, bit for bit"
+    return False, f"the same up to rounding, at most {largest:.2g} of the {nearest}"
+
+
+def _relative(a: float | None, b: float | None) -> float:
+    """The difference of two figures, relative to the larger one; None stands for what is not finite."""
+    if a is None or b is None:
+        return math.inf if a is not b else 0.0
+    return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
+
+
+def _by_step(records: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The figures of every step."""
+    found: dict[int, dict[str, Any]] = {}
+    for record in records:
+        found.setdefault(record["step"], {}).update(record)
+    return found
+
+
+def _begin(run_dir: Path, first: int, known: Sequence[Start]) -> int:
+    """The step of the newest checkpoint before the step `first`; 0 for the first weights, if there should be none."""
+    steps = complete(run_dir / "checkpoints")
+    if earlier := [step for step in steps if step < first]:
+        return earlier[-1]
+    every = [each.preset.values.get("checkpoint.every", 100) for each in known if each.step < first][-1]
+    needed = (first - 1) // every * every
+    if needed:
+        gone = f"{run_dir} no longer has its checkpoint of step {needed}, nor an older one"
+        valid = "steps from 1" + "".join(f", or from {step + 1}" for step in steps[:1])
+        raise UserError(f"--steps {first}: {gone}; valid: {valid}")
+    return 0
+
+
+def _same_bits(config: Config, own: Config, each: Start) -> bool:
+    """Whether a replay must give the same bits: it computes the same, on the same kind of devices."""
+    here, theirs = this_machine(), each.machine
+    if getattr(config, "bitwise", False):  # on every mesh, and any number of processes
+        return here.rpartition(", ")[0] == theirs.rpartition(", ")[0]
+    ours, before = (dataclasses.replace(lasting(one), simulate_devices=0) for one in (config, own))
+    return here == theirs and ours == before and (jax.default_backend() == "cpu" or config.deterministic)
+
+
+@contextlib.contextmanager
+def _workplace(run_dir: Path) -> Iterator[Path]:
+    """A folder for the run that replays, removed at the end; of several processes beside the run, where all see it."""
+    (number,) = on_first_process(lambda: [secrets.randbelow(1 << 31)])
+    parent = Path(tempfile.gettempdir()) if jax.process_count() == 1 else run_dir.absolute().parent
+    folder = parent / f"{run_dir.absolute().name}.replay-{number}"
+
+    def make() -> None:
+        with writable(folder):
+            folder.mkdir()
+
+    on_first_process(make)
+    try:
+        yield folder
+    finally:
+        if is_first_process():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lay_out(run_dir: Path, folder: Path, begin: int, config: Config, horizon: Horizon | None) -> None:
+    """Fill a run directory with what a run had when it had done `begin` steps, after its start with `config`."""
+    mark(folder)
+    (folder / "config.toml").write_text(to_toml(lasting(config), horizon))
+    for name in (*OF_SAMPLES, FORMS, IMPORTED):
+        if reading.kind(run_dir / name):
+            shutil.copy(run_dir / name, folder / name)
+    linked = [run_dir / "data", run_dir / "tokenizer", *[run_dir / "checkpoints" / str(begin)] * bool(begin)]
+    for file in (file for each in linked for file in each.rglob("*") if file.is_file()):
+        link = folder / file.relative_to(run_dir)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file.resolve())
+
+
+def _train(config: Config, folder: Path, end: int, given: Supplied, some: bool) -> None:
+    """Go on in a folder up to a step, and do nothing else; on `some` of the devices, if there are more."""
+    train = dataclasses.replace(config.train, steps=end, eval_every=0)
+    checkpoint = dataclasses.replace(config.checkpoint, every=end, minutes=0, keep_best=0)
+    nothing: dict[str, Any] = {"evaluate": (), "track": "none", "profile": "", "seeds": 1, "resume": "auto"}
+    config = dataclasses.replace(config, run_dir=str(folder), train=train, checkpoint=checkpoint, **nothing)
+    if some:
+        validate(config, config.mesh.num_devices)
+        given = dataclasses.replace(given, program=Program.on(config, jax.devices()[: config.mesh.num_devices]))
+    try:
+        train_here(config, given=given)
+    except Damaged as error:
+        raise UserError(f"{str(error).partition('; valid: ')[0]}; valid: steps after another checkpoint") from None

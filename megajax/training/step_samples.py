@@ -1,0 +1,103 @@
+"""What a step is trained on: its documents or records, where they are from, and the losses of each."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from megajax.core.batch import IGNORED
+from megajax.core.models.registry import FAMILIES
+from megajax.core.program.train_step import computed_weights
+from megajax.data.samples.base import Sample
+from megajax.data.samples.blend import BlendedSamples
+from megajax.data.samples.gpt import TrainSamples
+from megajax.data.tasks.instructions import InstructionRows
+from megajax.data.tasks.samples import EpochOrder
+from megajax.data.tasks.windows import SpanWindows
+from megajax.data.text.corpus import Corpus
+from megajax.data.text.records import TextDocuments
+from megajax.evaluation.scoring import score_samples
+from megajax.host.processes import is_first_process
+from megajax.runs.data import RunData
+from megajax.runs.task_data import TaskData
+from megajax.training.loop import Trainer
+
+_MOST = 100  # lines
+
+
+class _Rows:
+    """The samples of one step."""
+
+    def __init__(self, run: Trainer, step: int):
+        self.drawn, stage = run.order.samples(run.data.train), run.order.sizes.at(step - 1)
+        first = run.order.sizes.first_sample(step - 1)
+        self.numbers, self.program = range(first, first + stage.size), run.program.with_batch(stage.size)
+        self.form, self.sequence_length = self.program.form, run.config.model.sequence_length
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, row: int) -> Sample:
+        return self.drawn[self.numbers[row]]
+
+
+def losses_of_samples(run: Trainer, step: int) -> Iterator[str]:
+    """A line for every document or record of a step, highest mean loss first: the loss before the step's update and
+    without dropout, how many targets it has, the row of the batch, and the file and row that it is from."""
+    rows = _Rows(run, step)
+    found: list[tuple[float, int, int, Any]] = []  # the loss, targets, row and place of each
+    name, targets_name = next(iter(rows.form.targets.items()))
+    for row, losses in enumerate(score_samples(rows.program, computed_weights(rows.program, run.state), rows)):
+        targets, loss = rows[row][targets_name], losses[name].loss
+        counted = np.flatnonzero(np.atleast_1d(targets) != IGNORED)
+        source, parts = _parts(run, rows, row)
+        for begin, span in parts:
+            own = loss[(counted >= span.start) & (counted < span.stop)]
+            if len(own):
+                found.append((float(own.mean()), len(own), row, (source, begin)))
+    found.sort(key=lambda each: -each[0])
+    if is_first_process():
+        names = _names(run, [place for *_, place in found[:_MOST]])
+        yield f"the {len(found)} documents of step {step}, highest mean loss before its update first:"
+        for (loss_of, count, row, _), name in zip(found, names, strict=False):
+            yield f"  loss {loss_of:.4f}  {count:,} targets  row {row}  {name}"
+
+
+def _parts(run: Trainer, rows: _Rows, row: int) -> tuple[int, list[tuple[int, slice]]]:
+    """The source of a row, and the place there and the targets of each of its documents."""
+    train, number, source = rows.drawn.train, rows.drawn.place(rows.numbers[row]), 0
+    if isinstance(train, BlendedSamples):
+        source, number = train.place(number)
+        train = train.sources[source]
+    if isinstance(train, EpochOrder):
+        number = train.place(number)
+        train = run.data.train_samples if isinstance(run.data, TaskData) else train
+    if isinstance(train, SpanWindows):
+        number = int(train.owners[number])
+    if isinstance(train, TrainSamples | InstructionRows):
+        return source, train.parts(number)
+    return source, [(number, slice(0, rows.sequence_length))]
+
+
+def _names(run: Trainer, places: list[tuple[int, int]]) -> list[str]:
+    """Where they are from."""
+    if isinstance(run.data, TaskData):
+        return [run.data.train_samples.records[number].name for _, number in places]
+    if not isinstance(run.data, RunData) or FAMILIES[run.config.model.family].samples == "pairs":
+        return [f"sample {number:,} of source {source}" for source, number in places]
+    names: dict[tuple[int, int], str] = {}
+    for source, corpus in enumerate(run.data.corpora):
+        names |= {(source, begin): name for begin, name in _documents(corpus, [b for s, b in places if s == source])}
+    return [names[place] for place in places]
+
+
+def _documents(corpus: Corpus, begins: list[int]) -> Iterator[tuple[int, str]]:
+    """File and row of the documents that have the tokens at some offsets in a corpus."""
+    numbers = (np.searchsorted(corpus.tokens.document_offsets, begins, side="right") - 1).tolist()
+    report, wheres = corpus.report, {}
+    if not report.dataset:  # else only its preparation knows
+        texts = itertools.islice(TextDocuments(report.source).placed(), max(numbers, default=-1) + 1)
+        wheres = {number: where for number, (where, _) in enumerate(texts) if number in {*numbers}}
+    for begin, number in zip(begins, numbers, strict=True):
+        yield begin, wheres.get(number, f"document {number:,} of {report.dataset or report.source}")
