@@ -19,6 +19,7 @@ from megajax.core.parallel.random import Dropout
 from megajax.core.program.program import Program
 from megajax.runs.forms import backend_without_wrong_forms
 from megajax.start.fused_forms import experts_comparison
+from megajax.start.selftest import selftest
 from megajax.verify import compare, trace
 
 pytestmark = pytest.mark.gpu
@@ -75,6 +76,12 @@ def test_kernels_of_experts_are_right(gpu, precision):
     config = tiny_config(precision=precision, microbatch=2, sequence_length=512, **EXPERTS)
     compared = experts_comparison(config, Program.on(config, [gpu]).backend)
     assert [compared.problem(form) for form in compared.forms] == [""]
+
+
+def test_small_integers_are_exact(gpu):
+    """What `--train.selftest` computes, in every precision."""
+    for precision in ("fp32", "bf16", "fp16", "fp8"):
+        selftest(Program.on(tiny_config(precision=precision), [gpu]))
 
 
 SEEN = {

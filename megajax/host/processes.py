@@ -77,6 +77,13 @@ def hosts_of_processes() -> list[int]:
     return [names.index(name) for name in names]
 
 
+def host_names() -> list[str]:
+    """The name of each process's host."""
+    own = np.frombuffer(socket.gethostname().encode()[:64].ljust(64), np.uint8)
+    every = [own] if jax.process_count() == 1 else multihost_utils.process_allgather(own)
+    return [bytes(each).decode(errors="replace").strip() for each in every]
+
+
 def _host() -> str:
     """A name of this machine that its containers share: Linux's number of the boot."""
     with contextlib.suppress(OSError):

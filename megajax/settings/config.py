@@ -44,6 +44,9 @@ class TrainConfig(BatchConfig):
     ramp_samples: Annotated[
         int, "sequences consumed before the batch reaches its full size", AT_LEAST_ZERO, _GROWTH
     ] = 0
+    selftest: Annotated[
+        bool, "before the first step, check products, sums and exchanges of every device, exactly", PER_START
+    ] = False
     eval_every: Annotated[int, "steps between validations; 0: never", AT_LEAST_ZERO] = 100
     eval_batches: Annotated[int, "global batches per validation; 0: the whole validation split", AT_LEAST_ZERO] = 20
     log_every: Annotated[int, "steps between log lines when there is no progress bar"] = 10

@@ -51,6 +51,7 @@ from megajax.settings.validation import check_ramp, validate, with_data
 from megajax.start.device_memory import check_memory
 from megajax.start.fused_forms import check_attention
 from megajax.start.launch import start
+from megajax.start.selftest import selftest
 from megajax.training.describe import describe
 from megajax.training.display import Display
 from megajax.training.given import NOTHING, OwnData, Supplied
@@ -109,6 +110,9 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
             return
         if is_first_process():
             transcript.begin(run_dir)
+        if config.train.selftest:
+            with display.phase("testing the devices"):
+                selftest(program)
         with display.phase("comparing fused attention and experts with plain code", announced=False):
             backend = backend_without_wrong_forms(program, run_dir)
         if backend != program.backend:

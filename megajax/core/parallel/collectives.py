@@ -101,12 +101,12 @@ def broadcast_stage(x: Array, mine: Array | bool) -> Array:
 def send_up(x: Array, *, ring: bool) -> Array:
     """Send a stage's output to the next stage; in a `ring` the last stage sends to the first. All stages must call
     it."""
-    return _send(x, PIPE, +1, ring)
+    return send(x, PIPE, +1, ring)
 
 
 def send_down(x: Array, *, ring: bool) -> Array:
     """Send the gradient of a stage's input to the previous stage; otherwise like `send_up`."""
-    return _send(x, PIPE, -1, ring)
+    return send(x, PIPE, -1, ring)
 
 
 def send_on(x: Array, *, together: bool) -> Array:
@@ -114,14 +114,15 @@ def send_on(x: Array, *, together: bool) -> Array:
     no groups, so all devices must take part; if they do not come here `together`, as the stages of a pipe do not, this
     is an all-gather over the group."""
     if together:
-        return _send(x, CONTEXT, +1, ring=False)
+        return send(x, CONTEXT, +1, ring=False)
     all_CX = lax.all_gather(x, CONTEXT, to="varying")
     own = axis_index(CONTEXT)
     before = at_place(all_CX, jnp.maximum(own - 1, 0))
     return jnp.where(own > 0, before, jnp.zeros((), x.dtype))
 
 
-def _send(x: Array, axis: str, step: int, ring: bool) -> Array:
+def send(x: Array, axis: str, step: int, ring: bool) -> Array:
+    """Send `x` so many places on along an axis; those that nobody sends to get zeros."""
     p = axis_size(axis)
     pairs = [(place, (place + step) % p) for place in range(p) if ring or 0 <= place + step < p]
     return lax.ppermute(x, axis, pairs)
