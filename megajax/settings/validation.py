@@ -37,7 +37,7 @@ def with_data(config: Config, num_devices: int, *, trains: bool = True) -> Confi
     batch, each = config.train.batch_sizes.divisor, alone.row_shards * config.train.microbatch
     if trains and batch % (each * data) and batch % each == 0:
         sizes = _divisors(batch // each)
-        near = [*[size for size in sizes if size < data][-1:], *[size for size in sizes if size > data][:1]]
+        near = [size for size in sizes if size < data][-1:] + [size for size in sizes if size > data][:1]
         devices = " or ".join(f"{size * alone.num_devices} (--mesh.data {size})" for size in near)
         raise UserError(
             f"--mesh.data auto is {data} on {num_devices} devices, which cannot share the rows of "

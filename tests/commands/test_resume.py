@@ -51,6 +51,8 @@ def test_another_batch_and_blend_with_samples_left_out_an_average_and_frozen_wei
     found = [commands.perplexity(begun, *weights)["loss"] for weights in ((), ("--weights", "trained"))]
     assert found[0] == pytest.approx(validation(begun)[14], rel=1e-6) != pytest.approx(found[1], rel=1e-4)
     assert (begun / "data" / "source-0" / "tokens.bin").is_file(), "the corpus of the first steps stays where it is"
+    replayed = commands.run("-m", "megajax", "replay", begun, "--steps", "9:14", "--no-plugins")
+    assert f"steps 6 to 14 of {begun}: the same, bit for bit" in replayed.ok(), "each start as it was"
     commands.train(again, *changed, "--train.steps", 12)
     done = commands.train(again, *changed, "--train.steps", 14)
     assert "no longer" not in done.out
