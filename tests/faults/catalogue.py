@@ -331,7 +331,7 @@ ROWS: dict[str, dict[str, Row]] = {
     },
     "Pipeline: a wrong neighbour, a stale slot": {
         "activations go to the stage before": (
-            "core.parallel.collectives._send",
+            "core.parallel.collectives.send",
             (
                 "[(place, (place + step) % p) for place in range(p) if ring or 0 <= place + step < p]",
                 "[(place, (place - step) % p) for place in range(p) if ring or 0 <= place - step < p]",
@@ -1149,7 +1149,7 @@ ROWS: dict[str, dict[str, Row]] = {
             tests("tests/data/samples/test_loader.py"),
         ),
         "a resumed run skips a batch": (
-            "training.loop.Trainer._batches",
+            "training.loop.Trainer.batches",
             (
                 f"{GROWING}, start_step=self.first)",
                 f"{GROWING}, start_step=self.first + (self.first > 0))",
