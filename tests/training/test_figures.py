@@ -182,14 +182,15 @@ def test_a_resumed_run_keeps_its_own_horizon_while_its_schedule_stays(
 
 
 def test_a_resumed_run_rewrites_its_configuration_only_if_it_changed(tmp_path: Path) -> None:
-    """So that comments stay."""
+    """So that comments stay. Each start keeps its own, unless nothing changed."""
     file = tmp_path / "config.toml"
 
     def keep(steps: int) -> str:
         config = resolve(DEMO, {"run_dir": str(tmp_path), "train.steps": steps}, decay_follows=False)
         log, order = SimpleNamespace(record_config=lambda config: None), read_order(config, tmp_path)
         checkpoints = SimpleNamespace(saved=8)
-        run = SimpleNamespace(config=with_total_steps(config, EPOCH), checkpoints=checkpoints, log=log, order=order)
+        start = {"checkpoints": checkpoints, "log": log, "order": order, "first": steps - 1, "data": None}
+        run = SimpleNamespace(config=with_total_steps(config, EPOCH), **start)
         _keep_config(config, run)  # type: ignore[arg-type]
         return file.read_text()
 
@@ -197,6 +198,8 @@ def test_a_resumed_run_rewrites_its_configuration_only_if_it_changed(tmp_path: P
     first = keep(8)
     file.write_text(f"# my notes\n{first}")
     assert keep(8) == f"# my notes\n{first}" and keep(9) != first and "steps = 9\n" in file.read_text()
+    assert {each.name for each in (tmp_path / "starts").iterdir()} == {"0.toml", "7.toml", "8.toml"}
+    assert "steps = 8\n" in (tmp_path / "starts" / "7.toml").read_text()
 
 
 PUBLISHED = [name for name in preset_names() if not name.endswith("demo")]

@@ -30,6 +30,7 @@ from megajax.settings.config import to_toml
 from megajax.training import display, trackers
 from megajax.training.display import Display, StepsDisplay, time_text
 from megajax.training.experts_plot import ExpertsPlot
+from megajax.training.given import NOTHING
 from megajax.training.loop import Trainer
 from megajax.training.plot import Curves, LossPlot, plot_loss, smoothed
 from megajax.training.run_log import RunLog
@@ -183,6 +184,7 @@ def test_the_list_of_the_end_has_what_is_drawn_at_the_end(
     run = object.__new__(Trainer)
     run.config = SimpleNamespace(run_dir=str(tmp_path))  # type: ignore[assignment]
     run.checkpoints = run.watchdog = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    run.supplied = NOTHING
     run.log = RunLog(tmp_path, total_steps=2)
     log_steps(run.log, 1, 2)
     monkeypatch.setattr(run, "_steps", lambda: None)
