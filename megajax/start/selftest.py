@@ -16,17 +16,8 @@ from jax.sharding import PartitionSpec
 
 from megajax.core.errors import RunError
 from megajax.core.options import counted
-from megajax.core.parallel.collectives import (
-    axis_index,
-    axis_size,
-    exchange,
-    g,
-    gather_shards,
-    own_shard,
-    scatter_sum,
-    send,
-    vary,
-)
+from megajax.core.parallel import collectives
+from megajax.core.parallel.collectives import axis_index, axis_size, own_shard, vary
 from megajax.core.precision import COMPUTE_DTYPE
 from megajax.core.program.program import Program
 from megajax.host.processes import gathered, host_names, say
@@ -79,7 +70,7 @@ def _wrong(
         devices = axis_size(axis)
         place_DN, number_DN = (lax.broadcasted_iota(jnp.int32, (devices, devices * _SIZE), dim) for dim in (0, 1))
         all_DN = (place_DN * 5 + number_DN * 3) % 17 - 8
-        own_N = vary(all_DN, [axis])[axis_index(axis)].astype(jnp.float32)
+        own_N = _here(all_DN, axis)[axis_index(axis)].astype(jnp.float32)
         for communicate, expected in _EXCHANGES.values():
             counts.append(_unequal(communicate(own_N, axis), expected(all_DN, axis)))
     return vary(jnp.stack([vary(count, every) for count in counts])[None], every)
@@ -97,21 +88,27 @@ def _sums(a_NN: Array) -> Array:
     return jnp.sum(a_NN.astype(jnp.float32), axis=0)
 
 
-def _before(all_DN: Array, axis: str) -> Array:
-    return vary(all_DN, [axis])[axis_index(axis) - 1]
+def _here(all_DN: Array, axis: str) -> Array:
+    """The same, as something that differs on the devices of the axis."""
+    return vary(all_DN, [axis])
 
 
-def _parts(all_DN: Array, axis: str) -> Array:
-    return own_shard(vary(all_DN, [axis]), 1, axis).reshape(-1)
-
-
-_EXCHANGES: dict[str, tuple[Any, Any]] = {
-    "all-reduce": (g, lambda all_DN, axis: jnp.sum(all_DN, axis=0)),
+_EXCHANGES: dict[str, tuple[Any, Any]] = {  # what is done with a device's numbers, and what comes of all of them
+    "all-reduce": (collectives.g, lambda all_DN, axis: jnp.sum(all_DN, axis=0)),
     "reduce-scatter": (
-        lambda own_N, axis: scatter_sum(own_N, 0, axis),
-        lambda all_DN, axis: own_shard(vary(jnp.sum(all_DN, axis=0), [axis]), 0, axis),
+        lambda own_N, axis: collectives.scatter_sum(own_N, 0, axis),
+        lambda all_DN, axis: own_shard(_here(jnp.sum(all_DN, axis=0), axis), 0, axis),
     ),
-    "all-gather": (lambda own_N, axis: gather_shards(own_N, 0, axis), lambda all_DN, axis: all_DN.reshape(-1)),
-    "all-to-all": (lambda own_N, axis: exchange(own_N, 0, 0, axis), _parts),
-    "permute": (lambda own_N, axis: send(own_N, axis, +1, ring=True), _before),
+    "all-gather": (
+        lambda own_N, axis: collectives.gather_shards(own_N, 0, axis),
+        lambda all_DN, axis: all_DN.reshape(-1),
+    ),
+    "all-to-all": (
+        lambda own_N, axis: collectives.exchange(own_N, 0, 0, axis),
+        lambda all_DN, axis: own_shard(_here(all_DN, axis), 1, axis).reshape(-1),
+    ),
+    "permute": (
+        lambda own_N, axis: collectives.send(own_N, axis, +1, ring=True),
+        lambda all_DN, axis: _here(all_DN, axis)[axis_index(axis) - 1],
+    ),
 }

@@ -15,7 +15,6 @@ from megajax.data.samples.gpt import TrainSamples
 from megajax.data.tasks.instructions import InstructionRows
 from megajax.data.tasks.samples import EpochOrder
 from megajax.data.tasks.windows import SpanWindows
-from megajax.data.text.corpus import Corpus
 from megajax.data.text.records import TextDocuments
 from megajax.evaluation.scoring import score_samples
 from megajax.host.processes import is_first_process
@@ -88,16 +87,12 @@ def _names(run: Trainer, places: list[tuple[int, int]]) -> list[str]:
         return [f"sample {number:,} of source {source}" for source, number in places]
     names: dict[tuple[int, int], str] = {}
     for source, corpus in enumerate(run.data.corpora):
-        names |= {(source, begin): name for begin, name in _documents(corpus, [b for s, b in places if s == source])}
+        offsets, report, wheres = corpus.tokens.document_offsets, corpus.report, {}
+        numbers = {begin: int(np.searchsorted(offsets, begin, side="right")) - 1 for s, begin in places if s == source}
+        if numbers and not report.dataset:  # else only its preparation knows
+            wanted = {*numbers.values()}
+            texts = itertools.islice(TextDocuments(report.source).placed(), max(wanted) + 1)
+            wheres = {number: where for number, (where, _) in enumerate(texts) if number in wanted}
+        for begin, number in numbers.items():
+            names[source, begin] = wheres.get(number, f"document {number:,} of {report.dataset or report.source}")
     return [names[place] for place in places]
-
-
-def _documents(corpus: Corpus, begins: list[int]) -> Iterator[tuple[int, str]]:
-    """File and row of the documents that have the tokens at some offsets in a corpus."""
-    numbers = (np.searchsorted(corpus.tokens.document_offsets, begins, side="right") - 1).tolist()
-    report, wheres = corpus.report, {}
-    if not report.dataset:  # else only its preparation knows
-        texts = itertools.islice(TextDocuments(report.source).placed(), max(numbers, default=-1) + 1)
-        wheres = {number: where for number, (where, _) in enumerate(texts) if number in {*numbers}}
-    for begin, number in zip(begins, numbers, strict=True):
-        yield begin, wheres.get(number, f"document {number:,} of {report.dataset or report.source}")
