@@ -160,3 +160,15 @@ def no_waiting() -> Iterator[None]:
 def quick_collections() -> None:
     """Python's collections of garbage look only at what is made from now on, for tests that have many of them."""
     gc.freeze()
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An S3 server with a bucket called `bucket`, which this process and those that it starts find."""
+    from s3 import S3Server
+
+    server = S3Server()
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.close()

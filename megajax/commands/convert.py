@@ -9,8 +9,10 @@ from pathlib import Path
 from megajax.core.errors import UserError
 from megajax.core.options import counted, suggest
 from megajax.host import completion
+from megajax.host.files import writable
 from megajax.host.paths import check_path
 from megajax.host.transcript import printable
+from megajax.runs.store import run_folder, store_of
 from megajax.settings.config import Config
 from megajax.settings.flags import Parser
 from megajax.start.launch import start
@@ -34,16 +36,23 @@ def import_hf(argv: Sequence[str]) -> None:
     from megajax.convert.importing import check_new, import_hf, local_folder, open_source, training_flags
     from megajax.runs.ownership import check_outside_runs
 
-    run_dir = Path(args.run)
+    run_dir = run_folder(args.run, "RUN")
+    store = store_of(run_dir)
     check_new(run_dir, "RUN")
     check_outside_runs(run_dir, "RUN")
     adapter = local_folder(args.adapter, "--adapter") if args.adapter else None
     source = open_source(local_folder(args.path), parser.overrides(args), adapter)
     _start(source.config)
+    if store:
+        store.take()
     import_hf(source, run_dir)
+    if store:
+        with writable(args.run):
+            store.publish()
+        store.release()
     model, fresh = source.config.model, list(source.weights.fresh)
     if args.json:
-        figures = {"run_dir": str(run_dir), "step": 0, "fresh": fresh, "parameters": _parameters(source.config)}
+        figures = {"run_dir": args.run, "step": 0, "fresh": fresh, "parameters": _parameters(source.config)}
         figures |= {"precision": source.config.precision}
         print(json.dumps(figures | ({"adapter": str(source.adapter)} if source.adapter else {})))
         return
@@ -62,7 +71,7 @@ def import_hf(argv: Sequence[str]) -> None:
     other = "bf16" if source.config.precision == "fp32" else "fp32"
     reason = "as asked" if hasattr(args, "precision") else f"the model's dtype; for another: --precision {other}"
     print(f"precision: {source.config.precision}, {reason}")
-    print(f"imported {args.path} into {run_dir}: {sizes}{further}")
+    print(f"imported {args.path} into {args.run}: {sizes}{further}")
 
 
 def export_hf(argv: Sequence[str]) -> None:
@@ -92,7 +101,7 @@ def export_hf(argv: Sequence[str]) -> None:
     from megajax.convert.importing import check_new
     from megajax.runs.ownership import check_outside_runs
 
-    run_dir, folder = Path(args.run), Path(args.path)
+    run_dir, folder = run_folder(args.run, "RUN"), Path(args.path)
     check_new(folder, "PATH")
     check_outside_runs(folder, "PATH")
     config = export_config(run_dir, parser.overrides(args))
@@ -107,7 +116,7 @@ def export_hf(argv: Sequence[str]) -> None:
         size, what = {"parameters": _parameters(config)}, ""
         end = "" if tokenizer else ", without a tokenizer, since the run has none"
     text = f"exported {what}step {step} of {run_dir} to {folder}{end}"
-    print(json.dumps({"path": str(folder), "step": step, **size}) if args.json else text)
+    print(json.dumps({"path": str(folder), "step": step, **size}) if args.json else printable(text))
 
 
 ACTIONS: dict[str, Callable[[Sequence[str]], None]] = {"import-hf": import_hf, "export-hf": export_hf}
@@ -136,7 +145,7 @@ def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print a single JSON object")
     args = parser.parse_args(argv)
     check_path(args.path, "PATH")
-    check_path(args.run, "RUN")
+    check_path(args.run, "RUN", run=True)
     return args
 
 

@@ -16,6 +16,7 @@ from megajax.evaluation.options import OVERLAPPING, PAPER_OVERLAP, PRETRAINED
 from megajax.host import completion
 from megajax.host.paths import check_path
 from megajax.runs.ownership import check_outside_runs
+from megajax.runs.store import run_folder
 from megajax.settings.flags import Parser, add_flag
 from megajax.start.launch import check_mesh_of_flags
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
         raise UserError(f"TASK {task!r}; valid: {', '.join(NAMES)}; {theirs}")
     args = parser.parse_args(argv)
     for path in args.checkpoint:
-        check_path(path, "--checkpoint")
+        check_path(path, "--checkpoint", run=True)
     for path in args.data:
         check_input(path, "--data")
     if args.predictions:
@@ -75,7 +76,7 @@ def _finetuned(args: Namespace, overrides: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"--overlap: {args.task} does not take it; valid: {' or '.join(OVERLAPPING)}")
     from megajax.evaluation.finetuned import evaluate_task
 
-    runs = [Path(path) for path in args.checkpoint]
+    runs = [run_folder(path, "--checkpoint") for path in args.checkpoint]
     return evaluate_task(
         args.task, runs, step=args.step, data=args.data, overrides=overrides, predictions=args.predictions
     )
@@ -94,4 +95,5 @@ def _pretrained(args: Namespace, overrides: dict[str, Any]) -> dict[str, Any]:
     from megajax.evaluation.pretrained import EVALUATIONS
 
     data = args.data[0] if args.data else ""
-    return EVALUATIONS[args.task](Path(args.checkpoint[0]), step=args.step, data=data, overrides=overrides, **options)
+    run_dir = run_folder(args.checkpoint[0], "--checkpoint")
+    return EVALUATIONS[args.task](run_dir, step=args.step, data=data, overrides=overrides, **options)

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import MISSING
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megajax.core.errors import UserError
@@ -14,6 +13,7 @@ from megajax.core.options import Option
 from megajax.core.traits import IS_PATH
 from megajax.generation.generate_options import GenerateOptions, template_args
 from megajax.host.paths import check_path
+from megajax.runs.store import run_folder
 from megajax.settings.config import Config
 from megajax.settings.flags import Parser, add_flag
 from megajax.start.launch import check_mesh_of_flags
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print a single JSON object")
     parser.add_config_flags(*CONFIG_FLAGS, "plugins")
     args = parser.parse_args(argv)
-    check_path(args.checkpoint, "--checkpoint")
+    check_path(args.checkpoint, "--checkpoint", run=True)
     options = GenerateOptions(**parser.overrides(args, GenerateOptions))
     overrides = parser.overrides(args, Config)
     check_mesh_of_flags(overrides)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
     variables = template_args(getattr(args, "template_args", ""), "--template-args")
     if variables and not chat:
         raise UserError("--template-args without --chat; valid: with --chat or --interactive")
-    run_dir = Path(args.checkpoint)
+    run_dir = run_folder(args.checkpoint, "--checkpoint")
     writer = Writer(run_dir, args.step, options, overrides, chat=chat, template_args=variables)
     if args.interactive:
         writer.talk()

@@ -7,6 +7,7 @@ from typing import Any
 from megajax.core.errors import UserError
 from megajax.core.options import AT_LEAST_ZERO, Option, suggest
 from megajax.host.paths import check_path
+from megajax.runs.store import run_folder
 from megajax.settings.flags import Parser, add_flag
 from megajax.start.launch import check_mesh_of_flags
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     add_flag(parser, rows)
     parser.add_config_flags(*_FLAGS, "plugins")
     args = parser.parse_args(argv)
-    check_path(args.checkpoint, "--checkpoint")
+    check_path(args.checkpoint, "--checkpoint", run=True)
     check_mesh_of_flags(parser.overrides(args))
     try:
         import lm_eval
@@ -50,7 +51,8 @@ def main(argv: Sequence[str], prog: str) -> None:
         if name not in manager.all_tasks:
             near = suggest(name, manager.all_tasks, "valid: lm-eval ls tasks")
             raise UserError(f"TASK {name!r}: lm-eval has none; {near}")
-    model = MegajaxLM(args.checkpoint, args.step, getattr(args, "batch_size", 0), **parser.overrides(args))
+    run_dir = run_folder(args.checkpoint, "--checkpoint")
+    model = MegajaxLM(str(run_dir), args.step, getattr(args, "batch_size", 0), **parser.overrides(args))
     fewshot: dict[str, Any] = {"num_fewshot": args.num_fewshot} if "num_fewshot" in args else {}
     report = lm_eval.simple_evaluate(
         model=model,

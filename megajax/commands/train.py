@@ -1,10 +1,13 @@
 """`megajax train`, also `train.py`: pretrain or fine-tune a model from a preset and flags."""
 
+import dataclasses
 from collections.abc import Sequence
 
+from megajax.core.errors import UserError
 from megajax.data.text.inputs import check_input
-from megajax.host.paths import check_path, check_place
+from megajax.host.paths import check_path, check_place, in_store
 from megajax.host.streams import output
+from megajax.runs.store import run_folder
 from megajax.settings.checks import check_given
 from megajax.settings.config import Config
 from megajax.settings.flags import print_left_out, read_command
@@ -21,6 +24,8 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
         print(printed(command.config(decay_follows=False), command.preset, command.overrides))
         return
     config = command.config(decay_follows=False)
+    if in_store(config.run_dir) and config.seeds > 1:
+        raise UserError(f"--seeds {config.seeds}: {config.run_dir} is in a store; valid: a folder, or --seeds 1")
     if not command.dry_run:
         output.is_optional()
     print_left_out(command, config)
@@ -28,6 +33,7 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
     check_given(config)
     if not config.distributed.coordinator and (count := known_devices(config.simulate_devices)):
         validate(with_data(config, count), count)
+    config = dataclasses.replace(config, run_dir=str(run_folder(config.run_dir, "--run-dir")))
     if command.dry_run:
         from megajax.training.dry_run import dry_run
 
@@ -44,7 +50,7 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
 
 def _check_paths(config: Config) -> None:
     """Refuse paths in the configuration that cannot be accessed, and a run directory that cannot be made."""
-    check_place(config.run_dir, "--run-dir")
+    check_place(config.run_dir, "--run-dir", run=True)
     for flag, path in config.data.texts:
         check_input(path, flag)
     named = [("--tokenizer.path", config.tokenizer.path), ("--init", config.init)]
@@ -52,4 +58,4 @@ def _check_paths(config: Config) -> None:
     named += [("--data.dev", path) for path in config.data.dev]
     for flag, path in named:
         if path:
-            check_path(path, flag)
+            check_path(path, flag, run=flag == "--init")

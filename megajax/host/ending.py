@@ -28,6 +28,7 @@ class Exit:
 
     traces: ClassVar[Path | None] = None  # an existing folder for tracebacks of unexpected errors
     together: ClassVar[Callable[[bool], None] | None] = None  # called at the end with whether the process succeeded
+    at_end: ClassVar[list[Callable[[], None]]] = []  # called last
     at_once: ClassVar[bool] = False  # skip what libraries do at exit, because a thread of theirs hangs
 
 
@@ -47,6 +48,8 @@ def run(main: Callable[[], None]) -> None:
             print_final_error(last_line)
         if code and Exit.together:
             Exit.together(False)
+        while Exit.at_end:
+            Exit.at_end.pop()()
         if code or Exit.at_once:
             os._exit(code)  # other processes may be gone and reads abandoned, so wait for nothing
         sys.exit(0)

@@ -121,7 +121,7 @@ def folder_atomically(folder: Path, ours: Callable[[Path], bool] = lambda there:
 
 
 @contextlib.contextmanager
-def writable(path: Path) -> Iterator[None]:
+def writable(path: Path | str) -> Iterator[None]:
     """Turn an `OSError` in the `with` block, in which `path` is written, into a `UserError`."""
     try:
         yield

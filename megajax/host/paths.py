@@ -18,6 +18,11 @@ def scheme(path: str | Path) -> str:
     return found[1].lower() if found else ""
 
 
+def in_store(path: str | Path) -> bool:
+    """Whether a path is the URL of an object store, in which runs may live."""
+    return scheme(path) in ("gs", "s3")
+
+
 def user_folder(variable: str, default: str) -> Path | None:
     """The user's folder of one kind, by the XDG specification; None for a user without a home."""
     folder = Path(os.environ.get(variable, ""))
@@ -34,14 +39,17 @@ def identity(path: str | Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def check_path(path: str | Path, name: str) -> None:
-    """Check that it is possible to tell whether a path exists; `name` is its flag or argument in error messages."""
+def check_path(path: str | Path, name: str, *, run: bool = False) -> None:
+    """Check that it is possible to tell whether a path exists, or that it is in a store, if it may be that of a `run`;
+    `name` is its flag or argument in error messages."""
+    if run and in_store(path):
+        return
     if not str(path):
         raise UserError(f"{name} is empty; valid: a path")
     if found := scheme(path):
         raise UserError(
-            f"{name} {path}: {found}:// is only for texts (--data.path, INPUT) and presets; valid: a "
-            "path on a file system"
+            f"{name} {path}: {found}:// is only for texts (--data.path, INPUT), presets and runs (--run-dir, --init, "
+            "--checkpoint); valid: a path on a file system"
         )
     try:
         os.stat(path)
@@ -59,9 +67,11 @@ def check_path(path: str | Path, name: str) -> None:
         raise UserError(f"{name} {given!r}: {problem}; valid: {valid}")
 
 
-def check_place(path: str | Path, name: str) -> None:
+def check_place(path: str | Path, name: str, *, run: bool = False) -> None:
     """Check that a file or folder can be created at a path, or written if it exists; `name` as in `check_path`."""
-    check_path(path, name)
+    check_path(path, name, run=run)
+    if run and in_store(path):
+        return
     absolute = Path(path).absolute()
     if os.fsencode(absolute) != str(absolute).encode(errors="replace"):  # C++ libraries assume UTF-8 in every locale
         valid = "a path in UTF-8, or in ASCII if the locale has another encoding"

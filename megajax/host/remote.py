@@ -1,8 +1,8 @@
 """Files on remote stores, such as gs://bucket/file and s3://bucket/file, found and streamed with fsspec, and models on
 the Hugging Face hub.
 
-Nothing is written to remote stores. A run directory needs a file system (locks, atomic renames), and a prepared dataset
-is memory-mapped in place.
+Only runs are written to remote stores (`runs/store.py`). A prepared dataset is memory-mapped, so it must be on a file
+system.
 """
 
 import contextlib
@@ -85,8 +85,9 @@ def read_bytes(url: str, flag: str) -> bytes:
         raise UserError(f"{flag} {url}: cannot be read: {reason(error)}; valid: a file that you may read") from None
 
 
-def file_system(url: str, flag: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL, and the path in it; an error if its library is not installed."""
+def file_system(url: str, flag: str, **options: Any) -> tuple[Any, str]:
+    """fsspec's file system for a URL, with its `options`, and the path in it; an error if its library is not
+    installed."""
     if scheme(url) not in SCHEMES:
         raise UserError(f"{flag} {url}: {url.partition(':/')[0]}:// is not supported; {_VALID}")
     import fsspec
@@ -94,7 +95,7 @@ def file_system(url: str, flag: str) -> tuple[Any, str]:
     for name in _LOUD:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        return fsspec.core.url_to_fs(url)
+        return fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
         packages = _PACKAGES.get(scheme(url))
         valid = f"valid: pip install {packages}, or a path on a file system" if packages else _VALID

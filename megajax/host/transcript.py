@@ -14,6 +14,7 @@ from megajax.host.paths import identity
 
 NAME, OLDER = "log.txt", "log.txt.1"
 MOST_BYTES = 1 << 23  # in a file; a larger one is renamed to the older one, which it replaces
+known_as: dict[str, str] = {}  # what texts call the local copy of a run: its URL
 _EARLY = 1000  # lines kept before there is a file
 _PATIENCE = 1.0  # seconds to wait for another thread whose write hangs
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -21,7 +22,9 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u
 
 def printable(text: str) -> str:
     """A text that can be encoded and is harmless to a terminal: control characters except line feed and tab, and
-    characters that change the writing direction, are escaped like `\\u001b`."""
+    characters that change the writing direction, are escaped like `\\u001b`. Paths of `known_as` have their names."""
+    for path, name in known_as.items():
+        text = text.replace(path, name)
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

@@ -4,6 +4,7 @@ The state is copied to host memory leaf by leaf (`core/program/transfer.py`), wr
 (`writing.py`), and read back (`stored.py`). A failed write is reported; only several in a row end the run.
 """
 
+import contextlib
 import dataclasses
 import shutil
 from collections.abc import Callable, Collection
@@ -19,11 +20,18 @@ from megajax.core.models.lora import LORA
 from megajax.core.options import is_whole
 from megajax.core.program.state import StateLayout, TrainState
 from megajax.core.program.transfer import Transfer, canonical_bytes
-from megajax.host.processes import is_first_process, numbers_of_first_process, of_first_process, on_first_process
+from megajax.host.processes import (
+    all_agree,
+    is_first_process,
+    numbers_of_first_process,
+    of_first_process,
+    on_first_process,
+)
 from megajax.runs import step_folders, stored
 from megajax.runs.failures import in_one_line
 from megajax.runs.metrics import validation_losses
 from megajax.runs.step_folders import Retention
+from megajax.runs.store import store_of
 from megajax.runs.writing import Write, new_state
 
 _OVERHEAD = 2**20  # bytes in a checkpoint besides its arrays, at most
@@ -43,6 +51,7 @@ class Checkpoints:
         self.folder = Path(run_dir).absolute() / "checkpoints"
         self.saved: int | None = None  # the newest step whose state was restored, or saved completely
         self._layout, self._transfer = layout, Transfer(layout)
+        self._store = store_of(self.folder.parent)
         self._keep = Retention(keep) if isinstance(keep, int) else keep
         self._max_failures, self._failures = max_failures, 0
         self._write: Write | None = None
@@ -95,10 +104,12 @@ class Checkpoints:
             self._write.abandon()
 
     def news(self) -> list[str]:
-        """One line for each failed write since the last call."""
+        """One line for each failed write since the last call, and for what happened to the run's store."""
         if jax.process_count() == 1 and self._write is not None and not self._write.is_under_way:
             self._settle()
         news, self._news = self._news, []
+        if self._store is not None:
+            news, self._store.news = self._store.news + news, []
         return news
 
     @property
@@ -149,14 +160,16 @@ class Checkpoints:
         """Remove checkpoints that are not to be kept."""
         assert self._keep is not None
         try:
-            for step in self._keep.removed(step_folders.complete(self.folder), self.losses):
-                step_folders.discard(self.folder, step)
+            with self._store.lock if self._store else contextlib.nullcontext():
+                for step in self._keep.removed(step_folders.complete(self.folder), self.losses):
+                    step_folders.discard(self.folder, step)
         except (OSError, UserError) as error:
             self._news.append(f"an old checkpoint cannot be removed: {in_one_line(error)}")
 
     def restore(self, step: int) -> TrainState:
         """The state after `step` steps, on this mesh."""
         targets, layout = self._transfer.targets, self._layout
+        self._fetch(step)  # before its manifest is read, so that a damaged one is set aside as a whole
         averaged, wanted = stored.has_average(self.folder / str(step)), targets.average is not None
         canonical = self._read(step, targets if averaged else dataclasses.replace(targets, average=None))
         if wanted and not averaged:
@@ -203,6 +216,7 @@ class Checkpoints:
 
     def _read(self, step: int, targets: TrainState) -> TrainState:
         checkpoint = self.folder / str(step)
+        self._fetch(step)
         stored.check_files(checkpoint, digests=targets.optimizer is not None)  # only for a whole state
         try:
             return stored.read(checkpoint, targets)
@@ -211,6 +225,18 @@ class Checkpoints:
             if targets.optimizer is not None:
                 stored.check_same_optimizer(checkpoint, targets)
             raise
+
+    def _fetch(self, step: int) -> None:
+        """Copy a checkpoint from the run's store, if it is in one; raises `RunError` if that fails."""
+        problem = ""
+        if self._store is not None:
+            try:
+                self._store.fetch(self.folder / str(step))
+            except OSError as error:
+                problem = in_one_line(error)
+            if not all_agree(not problem):
+                problem = problem or "another process says why"
+                raise RunError(f"{self.folder / str(step)} cannot be read: {problem}; rerun the command")
 
     def restore_newest(self) -> tuple[TrainState | None, int, list[str]]:
         """The newest readable state (None if there is no checkpoint), its step, and what is wrong with newer ones.

@@ -28,12 +28,18 @@ from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.data import has_run_data
 from megajax.runs.directory import stored_config, trained_steps
 from megajax.runs.step_folders import complete
+from megajax.runs.store import run_folder
 from megajax.runs.trained import check_run
 from megajax.settings.config import Config
 from megajax.settings.option_errors import as_flag, compared
 
 _ADAPTERS = jax.tree_util.DictKey(LORA)
 _OUTPUT = "head.output."  # prefix of the weights that produce a task's answers
+
+
+def init_folder(config: Config) -> Path:
+    """The folder of the run of `--init`."""
+    return run_folder(config.init, "--init")
 
 
 def check_first_weights(config: Config) -> None:
@@ -55,11 +61,12 @@ def check_first_weights(config: Config) -> None:
 def warning_of_task(config: Config) -> str:
     """A warning if a task begins with random weights, or with a learning rate that is no lower than that of the
     pretraining of `--init`; else empty."""
-    run_dir, ours = Path(config.init), config.optimizer.learning_rate
+    ours = config.optimizer.learning_rate
     if config.pretrains:
         return ""
     if not config.init:
         return f"warning: --task.name {config.task.name} without --init trains random weights"
+    run_dir = init_folder(config)
     if config.lora.rank or not trained_steps(run_dir):
         return ""
     before = _init_config(config)
@@ -74,12 +81,12 @@ def warning_of_task(config: Config) -> str:
 def _init_config(config: Config) -> Config:
     """The configuration of the run of `--init`, read with this one's precision and plugins."""
     plugins = {"plugins": config.plugins} if config.plugins else {}
-    return stored_config(Path(config.init), {"precision": config.precision} | plugins)
+    return stored_config(init_folder(config), {"precision": config.precision} | plugins)
 
 
 def check_init(config: Config) -> None:
     """Check that the run of `--init` has the same model."""
-    run_dir = Path(config.init)
+    run_dir = init_folder(config)
     check_run(run_dir, "--init")
     model, theirs = config.model, _init_config(config).model
     differ = _differing(model, theirs, Changes.WEIGHTS)
@@ -100,7 +107,7 @@ def check_init(config: Config) -> None:
 
 def init_tokenizer(config: Config) -> Tokenizer | None:
     """The tokenizer of the run of `--init`; None if it has none."""
-    folder = Path(config.init) / "data"
+    folder = init_folder(config) / "data"
     return corpus_tokenizer(folder) if reading.kind(folder / "tokenizer") else None
 
 
@@ -149,7 +156,7 @@ def first_state(config: Config, program: Program) -> tuple[TrainState, str]:
     if not config.init:
         return state, "weights: fresh"
     check_init(config)
-    run_dir = Path(config.init)
+    run_dir = init_folder(config)
     other = _init_config(config)
     theirs = other.model
     model = dataclasses.replace(theirs, dropout=config.model.dropout)

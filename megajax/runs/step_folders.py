@@ -39,6 +39,11 @@ def temporary(folder: Path, step: int) -> Path:
     return folder / f"{step}.orbax-checkpoint-tmp"
 
 
+def is_temporary(name: str) -> bool:
+    """Whether a name is that of a partially written or partially removed checkpoint."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
 def clear(folder: Path, step: int | None = None) -> None:
     """Remove partially written or partially removed checkpoints, of one step or of all."""
     for entry in _entries(folder):

@@ -8,6 +8,7 @@ waits for a process that failed: the main threads find out together whether all 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -23,12 +24,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 
+from megajax.core.errors import RunError
 from megajax.core.program.state import StateLayout, TrainState
 from megajax.host.paths import identity
 from megajax.host.processes import all_agree, is_first_process, of_first_process
 from megajax.runs import step_folders
 from megajax.runs.digests import Manifest, checksum, local_checksums, read_json, write_json
 from megajax.runs.failures import expect_abandoned, forget_abandoned, in_one_line
+from megajax.runs.store import Store, store_of
 
 _PATIENCE = 30.0  # seconds that `abandon` waits for other processes
 _POLL = 0.05  # seconds
@@ -45,6 +48,7 @@ class Write:
         self._folder, self._canonical, self._then = folder, canonical, then
         self._sums: dict[str, int] = {}  # this process's terms of the checksums; on process 0 later their totals
         self._place = step_folders.temporary(folder, step)
+        self._store = store_of(folder.parent)
         self._run_dir, self._made = identity(folder.parent), identity(self._place)
         self._part_tried = threading.Event()
         self._part_written = self._complete = False
@@ -65,7 +69,7 @@ class Write:
         self._others = all_agree(self._part_written)
         self._thread.join()
         done = bool(of_first_process(self._complete))
-        if not done and is_first_process():
+        if self._store if not is_first_process() else not done:  # what was handed over is removed, too
             self._clean()
         return done
 
@@ -87,6 +91,8 @@ class Write:
         elif is_first_process() and self._part_written and self._others_wrote():
             self._complete = self._twice(self._finish)
         self._canonical = None
+        if self._complete and self._store:
+            self._complete = self._publish(self._store)
         if self._complete:
             self._then()
 
@@ -146,23 +152,36 @@ class Write:
             marker = self._marker(jax.process_index(), self._part_written)
             write_json(marker.with_name(f"{marker.name}.partial"), self._sums)
             marker.with_name(f"{marker.name}.partial").rename(marker)
-        except OSError:
-            self._part_written = False
+            if self._store and not is_first_process():
+                self._store.hand_over(self._place, self.step)
+        except OSError as error:
+            self._part_written, self.problem = False, self.problem or in_one_line(error)
 
     def _marker(self, process: int, written: bool) -> Path:
         return self._place / f"{'written' if written else 'failed'}-{process}"
 
     def _others_wrote(self) -> bool:
         processes = range(1, jax.process_count())
-        while self._others is None:
-            if all(self._marker(process, True).exists() for process in processes):
+        while True:
+            others = self._others
+            if self._store and not self._twice(functools.partial(self._store.gather, self._place, self.step)):
+                return False
+            if others or all(self._marker(process, True).exists() for process in processes):
                 return True
             late = self._deadline is not None and time.monotonic() > self._deadline
-            if late or any(self._marker(process, False).exists() for process in processes):
+            if others is False or late or any(self._marker(process, False).exists() for process in processes):
                 self.problem = self.problem or "another process could not write its share"
                 return False
-            time.sleep(_POLL)
-        return self._others
+            time.sleep(20 * _POLL if self._store else _POLL)
+
+    def _publish(self, store: Store) -> bool:
+        """Upload the checkpoint; if that fails, it is uploaded later."""
+        try:
+            store.publish()
+            return True
+        except (OSError, RunError) as error:
+            self.problem = in_one_line(error)
+            return False
 
     def _finish(self) -> None:
         """Merge what the processes have written and give the folder its final name."""

@@ -17,7 +17,7 @@ from megajax.core.program.program import Program
 from megajax.core.program.train_step import train_step
 from megajax.host import reading
 from megajax.host.ending import Exit
-from megajax.host.files import write_atomically
+from megajax.host.files import writable, write_atomically
 from megajax.host.phases import phase, watched
 from megajax.host.processes import hosts_of_processes, is_first_process, on_first_process, say
 from megajax.host.transcript import transcript
@@ -41,6 +41,7 @@ from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.order import Order, default_corpora, read_order, write_order
 from megajax.runs.starts import keep_start
 from megajax.runs.step_folders import complete
+from megajax.runs.store import store_of
 from megajax.runs.task_data import TaskData, make_task_data, open_task_data
 from megajax.settings.checks import check_cooldown
 from megajax.settings.config import Config, lasting, profiled_steps, to_toml
@@ -76,7 +77,8 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
         data_set = registered_data(config, program)
         given = dataclasses.replace(given, data=data_set, tokenizer=given.tokenizer or data_set.tokenizer)
         config = without_validation(config, data_set)
-    lock, display = RunLock(run_dir), Display(is_first_process())
+    store, display = store_of(run_dir), Display(is_first_process())
+    lock = store or RunLock(run_dir)
     earlier: OptimizerConfig | None = None
     notes: list[str] = []
 
@@ -91,12 +93,17 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
             order = start_order(config, run_dir, corpora)
             check_ramp(config, order.sizes, order.parts[-1].step)
             write_order(config, run_dir, order)
+            if store:
+                with writable(run_dir):
+                    store.publish()
             return list(config.optimizer.kept_of(earlier, given.horizon))
 
     try:
         with watched(display.phase):
             kept = Horizon(*on_first_process(begin))
-        Exit.traces = run_dir
+        if store and not is_first_process():
+            store.pull()
+        Exit.traces = None if store else run_dir
         with display.phase("reading the data", announced=False):
             data = given.data or open_data(config, run_dir / "data")
             order = read_order(config, run_dir)

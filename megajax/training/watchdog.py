@@ -143,6 +143,10 @@ class Watchdog:
         known = self._reports()
         if not known:
             return f"none of the {self._count} processes has reported since step {self._step}"
+        if list(known) == [jax.process_index()]:  # on one file system the others would have reported, too
+            return (
+                f"one of {self._count} processes hangs at step {self._step}, which is not known without a shared folder"
+            )
         busy = [process for process, status in known.items() if status.doing not in (COMPUTING, COMPILING)]
         behind = [process for process in known if known[process].step == min(status.step for status in known.values())]
         process = next(iter(busy or behind))

@@ -75,7 +75,7 @@ def test_one_line_for_each_mistake(bucket: str) -> None:
 @pytest.mark.parametrize(("url", "extra", "package"), [("gs://b/x", "gcs", "gcsfs"), ("s3://b/x", "s3", "s3fs")])
 def test_a_missing_package_names_its_extra(url: str, extra: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-    monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", {})
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, url.partition(":")[0], raising=False)
     with pytest.raises(UserError, match=rf"--data.path {url}: .*; valid: pip install 'megajax\[{extra}\]'"):
         check_input(url, "--data.path")
 

@@ -1,0 +1,102 @@
+"""Commands with runs in an object store, moto's S3 server: like those in folders, whatever is killed and refused."""
+
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Commands, Run, finish, start_several
+from results import assert_same_checkpoint, checkpoint_steps, curve, records
+
+from megajax.runs.digests import problem_of, read_manifest
+from megajax.runs.store import Store
+
+URL = "s3://bucket/run"
+TINY = ("--model.vocab-multiple", 1024)
+
+
+@pytest.fixture
+def copy(s3: Any, tmp_path: Path) -> Iterator[Any]:
+    """Makes a copy of the run as it is now, as a folder."""
+    made: list[Store] = []
+
+    def pull() -> Path:
+        made.append(Store(URL, "RUN"))
+        for checkpoint in (made[-1].folder / "checkpoints").glob("*"):
+            made[-1].fetch(checkpoint)
+        return made[-1].folder
+
+    yield pull
+    for store in made:
+        store.close()
+
+
+@pytest.mark.slow
+def test_a_run_is_continued_and_read(commands: Commands, straight: Run, copy: Any, tmp_path: Path) -> None:
+    """What is printed names the store, and nothing stays in the temporary folder."""
+    done = commands.train(URL, "--train.steps", 10)  # type: ignore[arg-type]
+    assert f"step 10/10  checkpoint in {URL}/checkpoints/10" in done.out and "megajax-store" not in done.out
+    done = commands.train(URL, "--resume", "must")  # type: ignore[arg-type]
+    assert f"resumed from step 10 of {URL}" in done.out
+    run = copy()
+    assert curve(run) == curve(straight.folder) and checkpoint_steps(run) == [10, 15, 20]
+    assert_same_checkpoint(run, straight.folder, 20)
+    assert not any("resumed" in record for record in records(straight.folder))
+    for flags in ((), ("--step", 15)):
+        assert commands.perplexity(URL, *flags) == commands.perplexity(straight.folder, *flags)  # type: ignore[arg-type]
+    for where in (URL, straight.folder):
+        exported = tmp_path / str(where == URL)
+        commands.run("-m", "megajax", "convert", "export-hf", where, exported, "--json").ok()
+        if where != URL:
+            assert (exported / "model.safetensors").read_bytes() == (tmp_path / "True/model.safetensors").read_bytes()
+    told = commands.run(
+        "-m", "megajax", "generate", "--checkpoint", URL, "--prompt", "the", "--max-tokens", 3, "--json"
+    )
+    assert json.loads(told.ok())["continuations"][0]["tokens"] == 3
+    commands.run("-m", "megajax", "convert", "import-hf", tmp_path / "True", "s3://bucket/imported").ok()
+    begun = commands.train(tmp_path / "begun", "--init", "s3://bucket/imported", "--train.steps", 1, *TINY)
+    assert "weights: from step 0 of s3://bucket/imported" in begun.out
+    refused = commands.run("train.py", commands.preset, "--run-dir", URL, "--resume", "never")
+    assert refused.code == 2 and f"--run-dir {URL} already holds a run" in refused.err, refused
+
+
+@pytest.mark.full
+def test_kills_and_failures_lose_nothing(commands: Commands, straight: Run, s3: Any, copy: Any) -> None:
+    """Killed and stopped at random, while every tenth request is refused, slow, or answered by an error after it was
+    done: after each end all that is committed is whole, and the run ends as if nothing had been."""
+    rng, line = random.Random(0), ("train.py", commands.preset, "--run-dir", URL)
+    s3.fault = lambda request: rng.choice(["503", "+500", time.sleep(0.5)]) if rng.random() < 0.1 else None
+    saved = 0
+    for _ in range(12):
+        process = commands.start(*line)
+        time.sleep(rng.uniform(10, 40))
+        process.send_signal(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+        done = finish(process)
+        assert done.code in (0, -9, 143), done
+        run = copy()
+        steps = checkpoint_steps(run) if (run / "checkpoints").exists() else [0]
+        assert steps[-1] >= saved, "no step is lost"
+        saved = steps[-1]
+        for step in steps[1:]:
+            assert not problem_of(run / "checkpoints" / str(step), read_manifest(run / "checkpoints" / str(step)))
+    finish(commands.start(*line)).ok()
+    assert curve(copy()) == curve(straight.folder)
+    assert_same_checkpoint(copy(), straight.folder, 20)
+
+
+@pytest.mark.full
+def test_two_processes_without_a_shared_folder(commands: Commands, s3: Any, copy: Any, tmp_path: Path) -> None:
+    """Each uploads its share of a checkpoint; the run goes on in one process."""
+    mesh = ("--mesh.data", 2, "--mesh.tensor", 2, "--train.microbatch", 2)
+    line = ("train.py", commands.preset, *mesh, "--simulate-devices")
+    for where in (URL, tmp_path / "run"):
+        processes = start_several(commands, 2, *line, 2, "--run-dir", where, "--train.steps", 10)
+        for process in processes:
+            finish(process).ok()
+        commands.run(*line, 4, "--run-dir", where).ok()
+    assert curve(copy()) == curve(tmp_path / "run")
+    assert_same_checkpoint(copy(), tmp_path / "run", 20)
