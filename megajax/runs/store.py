@@ -369,7 +369,7 @@ def _fingerprint(file: Path) -> tuple[int, int, int]:
 
 
 def _each(action: Callable[[str], None], names: Iterable[str]) -> None:
-    with ThreadPoolExecutor(16) as threads:
+    with ThreadPoolExecutor(8) as threads:
         list(threads.map(action, names))
 
 

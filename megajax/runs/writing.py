@@ -120,6 +120,8 @@ class Write:
             raise FileNotFoundError(f"{self._folder.parent} is gone")
         state = self._place / "state"
         state.mkdir(parents=True, exist_ok=True)
+        if self._store and not is_first_process():
+            (state / "array_metadatas").mkdir(exist_ok=True)  # Orbax waits until process 0 has made it
         self._made = identity(self._place)
         try:
             self._write_arrays(state)
