@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from megajax.core.errors import UserError
+from megajax.core.errors import RunError, UserError
 from megajax.host import reading
 from megajax.host.paths import scheme
 
@@ -46,7 +46,7 @@ class RemoteFile:
     def open(self) -> IO[bytes]:
         """Open the file for reading, with seeking. All errors of its library, also while reading, become `OSError`."""
         system, path = file_system(self.url, "")
-        with _os_errors(self.url):
+        with os_errors(self.url):
             return io.BufferedReader(_Stream(system.open(path, "rb"), self.url), _BLOCK_BYTES)
 
 
@@ -110,12 +110,15 @@ def _described(system: Any, info: Mapping[str, Any]) -> RemoteFile:
 
 
 @contextlib.contextmanager
-def _os_errors(url: str) -> Iterator[None]:
-    """Turn errors of the store's library into `OSError`s with an error number."""
+def os_errors(url: str) -> Iterator[None]:
+    """Turn errors of the store's library into `OSError`s with a text."""
     try:
         yield
+    except (UserError, RunError):
+        raise
     except Exception as error:
-        raise OSError(errno.EIO, reason(error), url) from None
+        kind = type(error) if isinstance(error, FileNotFoundError | FileExistsError) else OSError
+        raise kind(errno.EIO, reason(error), url) from None
 
 
 class _Stream(io.RawIOBase):
@@ -131,13 +134,13 @@ class _Stream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        with _os_errors(self._url):
+        with os_errors(self._url):
             block = self._file.read(len(buffer))
         buffer[: len(block)] = block
         return len(block)
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        with _os_errors(self._url):
+        with os_errors(self._url):
             return self._file.seek(offset, whence)
 
     def close(self) -> None:

@@ -20,13 +20,7 @@ from megajax.core.models.lora import LORA
 from megajax.core.options import is_whole
 from megajax.core.program.state import StateLayout, TrainState
 from megajax.core.program.transfer import Transfer, canonical_bytes
-from megajax.host.processes import (
-    all_agree,
-    is_first_process,
-    numbers_of_first_process,
-    of_first_process,
-    on_first_process,
-)
+from megajax.host.processes import is_first_process, numbers_of_first_process, of_first_process, on_first_process
 from megajax.runs import step_folders, stored
 from megajax.runs.failures import in_one_line
 from megajax.runs.metrics import validation_losses
@@ -169,7 +163,9 @@ class Checkpoints:
     def restore(self, step: int) -> TrainState:
         """The state after `step` steps, on this mesh."""
         targets, layout = self._transfer.targets, self._layout
-        self._fetch(step)  # before its manifest is read, so that a damaged one is set aside as a whole
+        stored.fetch(
+            self.folder / str(step)
+        )  # before its manifest is read, so that a damaged one is set aside as a whole
         averaged, wanted = stored.has_average(self.folder / str(step)), targets.average is not None
         canonical = self._read(step, targets if averaged else dataclasses.replace(targets, average=None))
         if wanted and not averaged:
@@ -216,7 +212,7 @@ class Checkpoints:
 
     def _read(self, step: int, targets: TrainState) -> TrainState:
         checkpoint = self.folder / str(step)
-        self._fetch(step)
+        stored.fetch(checkpoint)
         stored.check_files(checkpoint, digests=targets.optimizer is not None)  # only for a whole state
         try:
             return stored.read(checkpoint, targets)
@@ -225,18 +221,6 @@ class Checkpoints:
             if targets.optimizer is not None:
                 stored.check_same_optimizer(checkpoint, targets)
             raise
-
-    def _fetch(self, step: int) -> None:
-        """Copy a checkpoint from the run's store, if it is in one; raises `RunError` if that fails."""
-        problem = ""
-        if self._store is not None:
-            try:
-                self._store.fetch(self.folder / str(step))
-            except OSError as error:
-                problem = in_one_line(error)
-            if not all_agree(not problem):
-                problem = problem or "another process says why"
-                raise RunError(f"{self.folder / str(step)} cannot be read: {problem}; rerun the command")
 
     def restore_newest(self) -> tuple[TrainState | None, int, list[str]]:
         """The newest readable state (None if there is no checkpoint), its step, and what is wrong with newer ones.

@@ -7,9 +7,7 @@ run's writer; an earlier one cannot commit again, and what it still uploads or r
 is uploaded gets an object of its own.
 """
 
-import atexit
 import contextlib
-import errno
 import functools
 import json
 import os
@@ -74,7 +72,7 @@ def _patiently(method: Callable[..., None]) -> Callable[..., None]:
         with store.lock:
             while True:
                 try:
-                    with _os_errors(store.url):
+                    with remote.os_errors(store.url):
                         method(store, *given, **further)
                     if store.fails:
                         store.fails = False
@@ -123,7 +121,6 @@ class Store(RunLock):
         self._absent: dict[str, str] = {}  # files of the commit that have not been copied, with their objects
         known_as[str(self.folder)] = url
         Exit.at_end.append(self.close)
-        atexit.register(self.close)
         self.connect()
         self.pull(patience=3.0)
 
@@ -141,7 +138,7 @@ class Store(RunLock):
     def take(self) -> None:
         """Become the run's writer. If another one may have ended, announce that and wait up to a minute."""
         seen, since = None, 0.0
-        with writable(self.url), _os_errors(self.url):
+        with writable(self.url), remote.os_errors(self.url):
             while True:
                 newest = self._newest()
                 lease, holder = (newest.number, self._content(self._lease(newest))), newest.holder
@@ -192,7 +189,6 @@ class Store(RunLock):
             tell(f"{self.url}: {in_one_line(error)}; what was not uploaded stays in {self.folder}")
             (self._copy / _OWNER).unlink()
             Exit.at_end.remove(self.close)
-            atexit.unregister(self.close)
 
     def _renew(self) -> None:
         while True:
@@ -229,7 +225,6 @@ class Store(RunLock):
 
         def upload(name: str) -> None:
             key = f"uploads/{self._commit.writer}/{self._uploads:06}/{name}"
-            self.show_life()
             try:
                 self._system.put_file(str(local[name]), f"{self._root}/{key}")
                 self._objects[prints[name]] = key
@@ -237,7 +232,7 @@ class Store(RunLock):
                 if local[name].exists():  # otherwise it was replaced
                     raise
 
-        _each(upload, [name for name in local if prints[name] not in self._objects])
+        self._each(upload, [name for name in local if prints[name] not in self._objects])
         files = {name: self._objects[print_] for name, print_ in prints.items() if print_ in self._objects}
         files |= {name: key for name, key in self._absent.items() if (self.folder / name).parent.exists()}
         while (self._commit.files, self._commit.holder) != (files, holder):
@@ -328,7 +323,6 @@ class Store(RunLock):
             if file.exists() and self._objects.get(_fingerprint(file)) == keys[name]:
                 return
             file.parent.mkdir(parents=True, exist_ok=True)
-            self.show_life()
             try:
                 self._system.get_file(f"{self._root}/{keys[name]}", str(file))
                 self._objects[_fingerprint(file)] = keys[name]
@@ -337,18 +331,23 @@ class Store(RunLock):
                 if not may_be_gone:
                     raise
 
-        _each(download, keys)
+        self._each(download, keys)
 
     def _remove(self, keys: Iterable[str]) -> None:
         def remove(key: str) -> None:
             with contextlib.suppress(FileNotFoundError):
                 self._system.rm_file(f"{self._root}/{key}")
 
-        _each(remove, keys)
+        self._each(remove, keys)
 
     def show_life(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             (self.folder / "checkpoints" / _ALIVE).touch()
+
+    def _each(self, action: Callable[[str], None], names: Iterable[str]) -> None:
+        with ThreadPoolExecutor(8) as threads:
+            for _ in threads.map(action, names):
+                self.show_life()
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -366,25 +365,6 @@ def _fingerprint(file: Path) -> tuple[int, int, int]:
     """Stays when a file is renamed, and changes with its content."""
     status = file.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _each(action: Callable[[str], None], names: Iterable[str]) -> None:
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(action, names))
-
-
-@contextlib.contextmanager
-def _os_errors(url: str) -> Iterator[None]:
-    """Turn errors of the store's library into `OSError`s with a text."""
-    try:
-        yield
-    except (RunError, UserError):
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.strerror:
-            raise
-        kind = type(error) if isinstance(error, OSError) else OSError
-        raise kind(errno.EIO, remote.reason(error), url) from None
 
 
 def _remove_abandoned() -> None:

@@ -18,7 +18,7 @@ import tensorstore
 from etils import epath  # Orbax's paths
 
 from megajax.core.backend import CPU
-from megajax.core.errors import Damaged, UserError
+from megajax.core.errors import Damaged, RunError, UserError
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.staged import StagedModel
 from megajax.core.options import options
@@ -31,10 +31,23 @@ from megajax.host.processes import all_agree, is_first_process, of_first_process
 from megajax.runs.digests import Manifest, local_checksums, no_file, problem_of, read_manifest
 from megajax.runs.failures import forget_abandoned, in_one_line
 from megajax.runs.ownership import check_format
+from megajax.runs.store import store_of
 from megajax.settings.config import Config
 
 T = TypeVar("T")
 _AS_WRITTEN = "the files as they were written, or another checkpoint (--step, --init-step)"
+
+
+def fetch(checkpoint: Path) -> None:
+    """Copy a checkpoint from its run's store, if it is in one; raises `RunError` if the store fails."""
+    problem = ""
+    if (store := store_of(checkpoint.parents[1])) is not None:
+        try:
+            store.fetch(checkpoint)
+        except OSError as error:
+            problem = in_one_line(error)
+        if not all_agree(not problem):
+            raise RunError(f"{checkpoint} cannot be read: {problem or 'another process says why'}; rerun the command")
 
 
 def check_files(checkpoint: Path, *, digests: bool) -> None:

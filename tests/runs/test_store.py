@@ -87,14 +87,14 @@ def test_who_wakes_after_a_takeover_writes_no_more(
 ) -> None:
     """Its process was stopped, so it renewed nothing; what it uploads and removes afterwards is nobody's."""
     monkeypatch.setattr(Store, "_renew", lambda store: None)
-    monkeypatch.setattr(stores, "ABANDONED_AFTER", 2.0)
+    monkeypatch.setattr(stores, "ABANDONED_AFTER", 1.0)
     old = start()
     old.take()
     write(old, {"metrics.jsonl": "old"} | CHECKPOINT)
     old.publish()
     new, began = start(), time.monotonic()
     new.take()
-    assert 2 < time.monotonic() - began < 8 and "taken over if not renewed for 2 s" in capsys.readouterr().out
+    assert time.monotonic() - began > 1 and "taken over if not renewed for 1 s" in capsys.readouterr().out
     write(new, {"metrics.jsonl": "new"})
     for _ in range(4):
         new.publish()
