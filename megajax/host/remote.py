@@ -118,7 +118,7 @@ def os_errors(url: str) -> Iterator[None]:
         raise
     except Exception as error:
         kind = type(error) if isinstance(error, FileNotFoundError | FileExistsError) else OSError
-        raise kind(errno.EIO, reason(error), url) from None
+        raise kind(errno.EIO, getattr(error, "strerror", None) or reason(error), url) from None
 
 
 class _Stream(io.RawIOBase):

@@ -53,7 +53,7 @@ def run_folder(path: str | Path, flag: str) -> Path:
         try:
             _stores[url] = Store(url, flag)
         except OSError as error:
-            raise UserError(f"{flag} {url}: cannot be read: {in_one_line(error)}; valid: a readable store") from None
+            raise UserError(f"{flag} {url}: cannot be read: {error.strerror}; valid: a readable store") from None
     return _stores[url].folder
 
 
@@ -81,7 +81,7 @@ def _patiently(method: Callable[..., None]) -> Callable[..., None]:
                 except OSError as error:
                     if store.taken and not store.fails:
                         store.fails = True
-                        store.news.append(f"{store.url}: {in_one_line(error)}; trying again")
+                        store.news.append(f"{store.url}: {error.strerror}; trying again")
                     if time.monotonic() + pause > end:
                         raise
                 store.show_life()
@@ -127,7 +127,7 @@ class Store(RunLock):
     def connect(self) -> None:
         options = {"use_listings_cache": False, "skip_instance_cache": True}  # the latter for new credentials
         self._system, self._root = remote.file_system(self.url, self._flag, **options)
-        self._system.retries = 2  # of requests that time out
+        self._system.retries = 1  # besides those of its client, so that requests without an answer fail in time
 
     def close(self) -> None:
         """Remove the local copy."""
