@@ -121,7 +121,7 @@ def _beside(config: Config, devices: int, gpu: str) -> "list[Finding]":
     from megajax.verify.forms import steady
 
     with rarely_collected():
-        return [*beside_training(steady(small.config))]
+        return [*beside_training(steady(dataclasses.replace(small.config, bitwise=0)))]
 
 
 def _finite(value: Any) -> Any:

@@ -27,6 +27,8 @@ class Backend:
     apart: tuple[str, ...] = ()
     # And to be true with unrolled layers: XLA fails on norms of recomputed scans and stages (JAX 0.11.2, 0.12.0.1).
     unrolled: tuple[str, ...] = ()
+    # With `--bitwise`: no fused multiply-adds, no half precision that is not rounded, no sums in another order.
+    same_bits: tuple[tuple[str, bool | str], ...] = (("xla_allow_excess_precision", False),)
     gelu_by_sigmoid: bool = False  # in place of tanh: fewer instructions on GPUs, more time on CPUs
     expert_block: int = 128  # dropless experts multiply blocks of so many rows (`models/grouped.py`),
     expert_kernel: bool = False  # by our own kernels what these can; else in a loop,
@@ -67,7 +69,18 @@ class Backend:
 
 # Scores of 16 MiB stay in the cache. XLA's fast products (YNNPACK) do not take a transposed left operand.
 CPU = Backend(
-    unroll_layers=8, attention=BLOCKS, query_block=256, scores_bytes=2**24, transposed_copies=True, expert_block=64
+    unroll_layers=8,
+    attention=BLOCKS,
+    query_block=256,
+    scores_bytes=2**24,
+    transposed_copies=True,
+    expert_block=64,
+    same_bits=(
+        ("xla_allow_excess_precision", False),
+        ("xla_cpu_enable_platform_dependent_math", False),
+        ("xla_disable_hlo_passes", "fusion"),
+        ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"),
+    ),
 )
 GPU = Backend(
     unroll_layers=math.inf,

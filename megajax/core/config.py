@@ -15,7 +15,7 @@ from megajax.core.models.lora_config import LoraConfig
 from megajax.core.optim.config import OWN, LossScaleConfig, OptimizerConfig
 from megajax.core.options import SEED, SHARE, OneOf, Range, above, between
 from megajax.core.pipeline.config import PipelineConfig
-from megajax.core.traits import SAMPLES, Named
+from megajax.core.traits import COMPUTATION, SAMPLES, Named
 
 MODELS_OWN = "cross-entropy"  # or what else the family's losses are
 LOSSES: dict[str, Any] = {MODELS_OWN: None, "preferences": None, OWN: None}
@@ -156,6 +156,13 @@ class StepConfig:
     sequence_parallel: Annotated[
         bool, "shard activations outside attention and MLP along the sequence, over the tensor axis"
     ] = False
+    bitwise: Annotated[
+        int,
+        "the same bits on every mesh (docs/bitwise.md): 1, on any --mesh.data and --mesh.pipe; 2, 4, 8, ...: also "
+        "on any --mesh.tensor that divides it; 0: off",
+        Range(lambda parts: 0 <= parts <= 1024 and parts & (parts - 1) == 0, "0, or a power of two up to 1024"),
+        COMPUTATION,
+    ] = 0
     deterministic: Annotated[bool, "bitwise reproducible on the same mesh; on GPUs this selects slower kernels"] = False
     model: ModelConfig
     lora: LoraConfig = LoraConfig()
@@ -172,6 +179,9 @@ class StepConfig:
     def __post_init__(self) -> None:
         if self.lora.rank:  # frozen weights have no gradients to defer
             object.__setattr__(self, "pipeline", replace(self.pipeline, weight_gradients="together"))
+        if self.bitwise:  # one row at a time, on any mesh, by kernels that always add in the same order
+            object.__setattr__(self, "deterministic", True)
+            object.__setattr__(self, "train", replace(self.train, microbatch=1))
         replicas = self.optimizer.replicas(self.mesh.data)
         if replicas != self.mesh.replica:
             object.__setattr__(self, "mesh", replace(self.mesh, replica=replicas))

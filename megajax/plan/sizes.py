@@ -216,6 +216,8 @@ class Sizes:
         self.counted = 8 if config.precision == "fp64" else 4
         summed_in = config.optimizer.gradient_dtype
         self.summed = self.wide if summed_in == "fp32" else ITEM_SIZE[summed_in]
+        if config.bitwise:
+            self.summed = 8  # two digits
         self.microbatches = max(1, config.train.global_batch // (mesh.row_shards * config.train.microbatch))
         self.microbatch = config.train.global_batch // (mesh.row_shards * self.microbatches)
         self.rows = self.microbatch * (model.num_classes if model.head == "choice" else 1)

@@ -14,6 +14,7 @@ from megajax.core.options import MOST, is_whole, options
 from megajax.data.config import DataConfig
 from megajax.data.tasks.registry import TASKS, Task
 from megajax.host.paths import apart, scheme
+from megajax.settings.bitwise import check_bitwise
 from megajax.settings.config import Config
 from megajax.settings.model_checks import check_lora, check_model
 from megajax.settings.option_errors import as_flag, check, check_read
@@ -36,6 +37,7 @@ def check_values(config: Config) -> None:
             raise _conflict(config, key, "model.family", valid=as_flag(key, value))
     check_model(model)
     check_lora(config.lora, model)
+    check_bitwise(config)
     if config.train.freeze and config.lora.rank:
         raise UserError(
             f"--train.freeze {' '.join(config.train.freeze)} with --lora.rank {config.lora.rank}, which freezes all "

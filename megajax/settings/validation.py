@@ -207,7 +207,13 @@ def validate_mesh(config: Config, num_devices: int) -> None:
             f"{vocabulary}; valid: --pipeline.vocabulary replicated, or in a new run --model.vocab-multiple {multiple}"
         )
     divisors = _divisors(math.gcd(*(value for size, value, _ in split if not size.repeated)))
+    if config.bitwise and config.bitwise % mesh.tensor:
+        valid = ", ".join(map(str, _divisors(config.bitwise)))
+        raise UserError(f"--mesh.tensor {mesh.tensor} does not divide --bitwise {config.bitwise}; valid: {valid}")
     for size, value, words in split:
+        parts = max(config.bitwise, 1)  # tensor divides it
+        if value % parts and not (size.repeated and parts % value == 0):
+            raise UserError(f"--bitwise {parts} does not divide {words}; valid: {math.gcd(value, parts)} or less")
         if value % mesh.tensor == 0 or (size.repeated and mesh.tensor % value == 0):
             continue
         others = [other for kind, other, _ in split if kind is not size and not kind.repeated]

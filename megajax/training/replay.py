@@ -218,7 +218,7 @@ def _begin(run_dir: Path, first: int, known: Sequence[Start]) -> int:
 def _same_bits(config: Config, own: Config, each: Start) -> bool:
     """Whether a replay must give the same bits: it computes the same, on the same kind of devices."""
     here, theirs = this_machine(), each.machine
-    if getattr(config, "bitwise", False):  # on every mesh, and any number of processes
+    if config.bitwise:  # on every mesh, and any number of processes
         return here.rpartition(", ")[0] == theirs.rpartition(", ")[0]
     ours, before = (dataclasses.replace(lasting(one), simulate_devices=0) for one in (config, own))
     return here == theirs and ours == before and (jax.default_backend() == "cpu" or config.deterministic)

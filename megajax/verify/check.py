@@ -10,6 +10,7 @@ import jax
 from jaxequal.interpreter import UnknownPrimitive
 from megajax.core.precision import COMPUTE_DTYPE, E4M3
 from megajax.settings.config import Config
+from megajax.verify.bits import same_bits
 from megajax.verify.comparison import HALF, LIMITS, Limits, limits_of_edges
 from megajax.verify.exact import TRACED, check_exactly
 from megajax.verify.forms import in_blocks, in_fp64, one_device, plain, steady, with_axes, with_our_optimizer
@@ -40,7 +41,8 @@ def verify(
     """
     config = steady(config)
     try:
-        exact = check_exactly(config, repeats=repeats, beside=beside, on_start=on_start, on_finding=on_finding)
+        without = dataclasses.replace(config, bitwise=0)  # nothing is rounded in fields
+        exact = check_exactly(without, repeats=repeats, beside=beside, on_start=on_start, on_finding=on_finding)
     except UnknownPrimitive as error:
         if not compiled:
             raise
@@ -49,6 +51,11 @@ def verify(
     if not (exact.passed and compiled):
         return exact
     verdict = check(config, steps=steps, quick_compile=quick_compile, on_start=on_start, on_finding=on_finding)
+    if config.bitwise and verdict.passed:
+        on_start(f"one device and {shown(config.mesh)}, bit for bit")
+        found = same_bits(with_our_optimizer(config), jax.devices())
+        on_finding(found)
+        verdict = Verdict((*verdict.findings, found))
     first = "".join(f"{finding.name}: {finding.where}" for finding in verdict.failed[:1])
     return Result(Verdict(exact.verdict.findings + verdict.findings), first=first)
 

@@ -40,7 +40,7 @@ def with_our_optimizer(config: Config) -> Config:
 def in_fp64(config: Config) -> Config:
     """The same in fp64."""
     optimizer = dataclasses.replace(config.optimizer, gradient_dtype="fp32")  # of fp64: fp64
-    return dataclasses.replace(config, precision="fp64", optimizer=optimizer)
+    return dataclasses.replace(config, precision="fp64", bitwise=0, optimizer=optimizer)
 
 
 def one_device(config: Config) -> Config:
@@ -52,6 +52,7 @@ def plain(config: Config) -> Config:
     """The plainest form on one device: the batch in one piece, no recomputation, nothing sharded."""
     return dataclasses.replace(
         config,
+        bitwise=0,
         mesh=MeshConfig(),
         pipeline=PipelineConfig(),
         sequence_parallel=False,

@@ -50,7 +50,8 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
             f"--pipeline.chunks {config.pipeline.chunks} x {mesh.pipe} stages is too large to scale "
             f"down; valid: at most {MOST_VIRTUAL_STAGES // mesh.pipe} chunks"
         )
-    sizes = _Sizes(config, mesh)
+    theirs, ours = (dataclasses.replace(each, tensor=max(each.tensor, config.bitwise)) for each in (config.mesh, mesh))
+    sizes = _Sizes(dataclasses.replace(config, mesh=theirs), ours)
     width, notes = sizes.width()
     counts = sizes.layers_of_stages()
     layers = (sum(counts) or sizes.num_blocks()) + min(2, config.model.dense_layers)

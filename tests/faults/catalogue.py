@@ -107,7 +107,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "every device of a tensor group adds the bias": (
             "core.parallel.layers.RowParallelLinear.__call__",
-            ("self.bias[...][None, None, :]", "axis_size(TENSOR) * self.bias[...][None, None, :]"),
+            ("spread(self.bias[...], y_BTD)", "axis_size(TENSOR) * spread(self.bias[...], y_BTD)"),
             named("attention_output of layer 0, forward", ON_TENSOR),
         ),
     },
@@ -159,9 +159,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "gradients are clipped before they are reduced": (
             "core.program.reduction.GradientReduction.everywhere",
             (
-                "shards.scatter(gradients, self.program.gradient_dtype)",
-                "shards.scatter(jax.tree.map(lambda grad: grad / jnp.sqrt(1 + jnp.sum(jnp.square(grad))), gradients), "
-                "self.program.gradient_dtype)",
+                "shards.scatter(gradients)",
+                "shards.scatter(jax.tree.map(lambda grad: grad / jnp.sqrt(1 + jnp.sum(jnp.square(grad))), gradients))",
             ),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
         ),
@@ -191,8 +190,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "of the shared weights' gradients the last use's stays": (  # DeepSpeed #8224
             "core.pipeline.ends.EmbeddingAndHead._add",
             (
-                "sums.add(storage.scatter({path: flat[path] for path in sums.gradients}, dtype))",
-                "sums._replace(gradients=storage.scatter({path: flat[path] for path in sums.gradients}, dtype))",
+                'sums.add(self.storage.some(terms, "shared").scatter(terms))',
+                'sums._replace(gradients=self.storage.some(terms, "shared").scatter(terms))',
             ),
             gradient("shared/", ON_DATA),
         ),
@@ -325,7 +324,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "of the losses the last microbatch's stays": (
             "core.pipeline.ends.EmbeddingAndHead._head",
-            ("sum_ + losses[name].astype(sum_.dtype)", "losses[name].astype(sum_.dtype)"),
+            ("sum_ + self.summation.loss(losses[name])", "self.summation.loss(losses[name])"),
             named("the sum of the losses: step 1", ON_DATA),
         ),
     },
@@ -698,9 +697,9 @@ ROWS: dict[str, dict[str, Row]] = {
         "the first replica's gradients count for all": (
             "core.program.reduction.GradientReduction.everywhere",
             (
-                "shards.scatter(gradients, self.program.gradient_dtype)",
+                "shards.scatter(gradients)",
                 "jax.tree.map(lambda x: jnp.where(Shards.scatter.__globals__['axis_index']('replica') == 0, x, 0 * x), "
-                "shards.scatter(gradients, self.program.gradient_dtype))",
+                "shards.scatter(gradients))",
             ),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_REPLICAS),
         ),
@@ -1081,8 +1080,8 @@ ROWS: dict[str, dict[str, Row]] = {
     },
     "The dtype of sums": {
         "gradients are summed in the dtype of the weights": (
-            "core.program.bind._pipeline",
-            ("program.gradient_dtype", "jax.tree.leaves(blocks)[0].dtype"),
+            "core.program.bind.summation_of",
+            ("program.gradient_dtype", "program.layout.compute_dtype"),
             compiled("bf16 dtype of sums of gradients: blocks/", ON_DATA | {"precision": "bf16"}),
         ),
         "gradients are rounded to bf16 as they are summed": (

@@ -15,6 +15,7 @@ from megajax.core.models.registry import NORMS
 from megajax.core.models.remat import SQUARES
 from megajax.core.parallel.collectives import TENSOR, axis_size, f, g
 from megajax.core.parallel.layers import param
+from megajax.core.parallel.products import spread
 from megajax.core.precision import at_least_fp32
 
 # Saves only the inputs: results that are cheap to compute are computed again in the backward pass.
@@ -96,9 +97,9 @@ def _rms_norm(x: Array, scale: Array, mean: Array | None, epsilon: float, one_pl
     normal = wide * lax.rsqrt(mean + jnp.asarray(epsilon, dtype))
     if one_plus:
         scale = scale.astype(dtype)
-        return (normal + normal * jnp.expand_dims(scale, range(x.ndim - scale.ndim))).astype(x.dtype)
+        return (normal + normal * spread(scale, normal)).astype(x.dtype)
     normal = normal.astype(x.dtype)
-    return normal * jnp.expand_dims(scale, range(x.ndim - scale.ndim))
+    return normal * spread(scale, normal)
 
 
 @partial(recomputed, static_argnums=3)
@@ -108,8 +109,8 @@ def _layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array | None, epsilon: flo
     centered_BTD = wide_BTD - jnp.mean(wide_BTD, axis=-1, keepdims=True)
     variance_BT1 = jnp.mean(jnp.square(centered_BTD), axis=-1, keepdims=True)
     normal_BTD = (centered_BTD * lax.rsqrt(variance_BT1 + jnp.asarray(epsilon, dtype))).astype(x_BTD.dtype)
-    scaled_BTD = normal_BTD * scale_D[None, None, :]
-    return scaled_BTD if bias_D is None else scaled_BTD + bias_D[None, None, :]
+    scaled_BTD = normal_BTD * spread(scale_D, normal_BTD)
+    return scaled_BTD if bias_D is None else scaled_BTD + spread(bias_D, normal_BTD)
 
 
 NORMS["layernorm"] = lambda config: LayerNorm(config.hidden_size, config.norm_epsilon, bias=config.bias == "all")

@@ -7,6 +7,7 @@ the conjugate pair of the paper.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,23 +16,70 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from megajax.core.axes import CONTEXT, PIPE, REPLICA, TENSOR
+from megajax.core.parallel.fixed_tree import Parts, active, apart, pairwise, together
 
 Axes = str | tuple[str, ...]
 
 
 def f(x: Array, axes: Axes = TENSOR) -> Array:
     """Enter a region sharded over `axes`: identity forward, all-reduce backward (paper §3, figure 3)."""
-    return lax.pcast(x, axes, to="varying")
+    parts = _parts_of(axes)
+    return _f_in_parts(axes, parts.count, x, parts.index) if parts else lax.pcast(x, axes, to="varying")
 
 
 def g(x: Any, axes: Axes = TENSOR) -> Any:
     """Leave a region sharded over `axes`: all-reduce forward, identity backward (paper §3, figure 3). A tree takes one
     collective."""
+    if parts := _parts_of(axes):
+        return jax.tree.map(lambda x: _g_in_parts(axes, parts.count, x, parts.index), x)
     return lax.psum(x, axes)
+
+
+def _parts_of(axes: Axes) -> Parts | None:
+    """The parts that stand for devices along the axes (`fixed_tree.py`), if any do."""
+    return active() if TENSOR in entry_axes(axes) else None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _f_in_parts(axes: Axes, count: int, x: Array, index: Array) -> Array:
+    return apart(lax.pcast(x, axes, to="varying"), index)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _g_in_parts(axes: Axes, count: int, x: Array, index: Array) -> Array:
+    return together(partial(_in_tree, axes), count, x)
+
+
+_f_in_parts.defvjp(
+    lambda axes, count, x, index: (_f_in_parts(axes, count, x, index), None),
+    lambda axes, count, _, grad: (together(partial(_in_tree, axes), count, grad), None),
+)
+_g_in_parts.defvjp(
+    lambda axes, count, x, index: (_g_in_parts(axes, count, x, index), index),
+    lambda axes, count, index, grad: (apart(lax.pcast(grad, axes, to="varying"), index), None),
+)
+
+
+def _in_tree(axes: Axes, x_P: Array) -> Array:
+    """The sum over a device's parts and over the axes, in one tree; an all-reduce sends as many bytes."""
+    total = pairwise(x_P)
+    for axis in reversed(entry_axes(axes)):
+        devices = lax.axis_size(axis)
+        if devices == 1:
+            total = lax.psum(total, axis)
+        elif total.size % devices:
+            total = pairwise(lax.all_gather(total, axis, to="invarying"))
+        else:
+            mine = lax.all_to_all(total.reshape(devices, -1), axis, split_axis=0, concat_axis=0, tiled=True)
+            whole = lax.all_gather(pairwise(mine.reshape(devices, -1)), axis, tiled=True, to="invarying")
+            total = whole.reshape(total.shape)
+    return total.astype(x_P.dtype)
 
 
 def max_over(x: Array, axes: Axes) -> Array:
     """Maximum over `axes` (not differentiable)."""
+    if parts := _parts_of(axes):
+        x = together(partial(jnp.max, axis=0), parts.count, x)
     return lax.pmax(x, axes)
 
 
@@ -130,12 +178,14 @@ def send(x: Array, axis: str, step: int, ring: bool) -> Array:
 
 def axis_index(axes: Axes) -> Array:
     """This device's coordinate on a mesh axis, int32; over several axes the first one varies slowest."""
-    return lax.axis_index(there(axes))
+    parts = _parts_of(axes)
+    return lax.axis_index(there(axes)) * parts.count + parts.index if parts else lax.axis_index(there(axes))
 
 
 def axis_size(axes: Axes) -> int:
     """Number of devices along a mesh axis, or along several together."""
-    return lax.axis_size(there(axes))
+    parts = _parts_of(axes)
+    return lax.axis_size(there(axes)) * (parts.count if parts else 1)
 
 
 def there(axes: Axes) -> Axes:

@@ -21,7 +21,7 @@ from megajax.core.backend import Backend
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import TENSOR, axis_index, axis_size, vary, varying_axes
 from megajax.core.parallel.float8 import Copies, Float8Rule, Scaled, multiplied
-from megajax.core.parallel.products import DenseRule, Factors, Pair, Rule, deferred, product, products
+from megajax.core.parallel.products import DenseRule, Factors, Pair, Rule, deferred, product, products, spread
 from megajax.core.parallel.random import NamedKey
 
 Initializer = Callable[[tuple[int, ...]], Array]  # shape -> initial values in fp32, in any precision the same
@@ -47,7 +47,8 @@ class Linear(nnx.Module):
         self.bias = param((out_size,), ("features",), jnp.zeros)
 
     def __call__(self, x_BTD: Array) -> Array:
-        return product(x_BTD, self.weight[...], 1, self.backend) + self.bias[...][None, None]
+        y_BTD = product(x_BTD, self.weight[...], 1, self.backend)
+        return y_BTD + spread(self.bias[...], y_BTD)
 
 
 class ProductLayer(nnx.Module):
@@ -217,7 +218,7 @@ def column_parallel(
     outputs = (jax.checkpoint(run) if again else run)(input_BTD)
     outputs = deferred(name, (input_BTD,), outputs, factors)
     biases = (None if linear.bias is None else linear.own(linear.bias[...], 0) for linear in linears)
-    return [y if bias is None else y + bias[None, None] for y, bias in zip(outputs, biases, strict=True)]
+    return [y if bias is None else y + spread(bias, y) for y, bias in zip(outputs, biases, strict=True)]
 
 
 class RowParallelLinear(_DenseLayer):
@@ -230,4 +231,4 @@ class RowParallelLinear(_DenseLayer):
         backward pass stores the factors of the weight gradient there under `name`."""
         (product_BTD,) = deferred(name, (y,), multiply([self], y, defers=factors is not None), factors)
         y_BTD = self.boundary.leave(product_BTD)
-        return y_BTD if self.bias is None else y_BTD + self.bias[...][None, None, :]
+        return y_BTD if self.bias is None else y_BTD + spread(self.bias[...], y_BTD)

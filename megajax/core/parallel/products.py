@@ -140,3 +140,20 @@ def _transposed_copy(x: Array) -> Array:
 def product(x: Array, weight: Array, inner: int, backend: Backend) -> Array:
     """Contract the last `inner` dims of `x` [..., *K] with the first ones of `weight` [*K, *M]: [..., *M]."""
     return products(DenseRule(inner, backend), x, [weight])[0]
+
+
+def spread(weight: Array, like: Array) -> Array:
+    """A weight of the last dims of `like`, [*B, *M], for each of the others. Its gradient is summed in at least fp32:
+    JAX would sum in the compute dtype."""
+    return _spread(like.shape, weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(shape: tuple[int, ...], weight: Array) -> Array:
+    return jnp.broadcast_to(weight, shape)
+
+
+_spread.defvjp(
+    lambda shape, weight: (jnp.broadcast_to(weight, shape), weight.ndim),
+    lambda shape, dims, grad: (jnp.sum(grad, tuple(range(grad.ndim - dims))),),
+)

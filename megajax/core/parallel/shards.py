@@ -16,14 +16,14 @@ the devices of the axis `replica` have equal shards; once a step, reduced gradie
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from megajax.core.parallel.collectives import (
     axis_index,
@@ -36,7 +36,7 @@ from megajax.core.parallel.collectives import (
 )
 from megajax.core.parallel.sites import checked
 from megajax.core.precision import at_least_fp32
-from megajax.core.trees import Tree
+from megajax.core.trees import Path, Tree
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,13 @@ class Shards:
 
         return jax.tree.map(apply, shards, self.shardings)
 
-    def scatter(self, grads: Tree, dtype: DTypeLike) -> Tree:
-        """Reduce local gradient sums to this device's shards of the global sums, summed in `dtype`."""
-        grads = jax.tree.map(lambda grad: grad.astype(dtype), grads)
+    def some(self, paths: Iterable[Path], first: str) -> "Shards":
+        """Those of some weights and of other arrays, which are not sharded, by path; the paths begin with `first`."""
+        flat = {(first, *path): sharding for path, sharding in flatten_dict(self.shardings).items()}
+        return Shards({path: flat.get(path, NOT_SHARDED) for path in paths})
+
+    def scatter(self, grads: Tree) -> Tree:
+        """Reduce local gradient sums to this device's shards of the global sums."""
         scattered, names = self._map(scatter_sum, grads), self._names("reduce-scatter over {} of the gradient of")
         return checked(scattered, lambda: self._map(_scattered_by_gather, grads), names)
 

@@ -16,7 +16,8 @@ from megajax.core.backend import Backend
 from megajax.core.batch import IGNORED
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import TENSOR, Axes, axis_index, g, max_over
-from megajax.core.parallel.products import product
+from megajax.core.parallel.fixed_tree import active
+from megajax.core.parallel.products import product, spread
 from megajax.core.precision import at_least_fp32
 
 
@@ -44,19 +45,24 @@ def output_logits(
     bias_V: Array | None = None,
 ) -> Array:
     """This device's columns of the logits; padded columns (ids from `vocab_size` up) get zero probability."""
-    logits_BTV = product(boundary.enter(x_BTD, boundary.vocabulary), table_VD.T, 1, backend)
+    table_DV = lax.optimization_barrier(table_VD.T) if active() else table_VD.T
+    logits_BTV = product(boundary.enter(x_BTD, boundary.vocabulary), table_DV, 1, backend)
     if bias_V is not None:
-        logits_BTV += bias_V[None, None]
+        logits_BTV += spread(bias_V, logits_BTV)
     local_size = table_VD.shape[0]
     column_V = axis_index(boundary.vocabulary) * local_size + jnp.arange(local_size, dtype=jnp.int32)
     lowest = jnp.asarray(jnp.finfo(logits_BTV.dtype).min, logits_BTV.dtype)
     return jnp.where((column_V < vocab_size)[None, None, :], logits_BTV, lowest)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def cross_entropy(logits_BTV: Array, targets_BT: Array, axes: Axes = TENSOR) -> Array:
     """Loss per token, shape [B, T], in at least fp32; zero where the target is `IGNORED`."""
-    return _forward(logits_BTV, targets_BT, axes)[0]
+    return _cross_entropy(logits_BTV, targets_BT, *_local_ids(targets_BT, logits_BTV.shape[-1], axes), axes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _cross_entropy(logits_BTV: Array, targets_BT: Array, ids_BT: Array, inside_BT: Array, axes: Axes) -> Array:
+    return _forward(logits_BTV, targets_BT, ids_BT, inside_BT, axes)[0]
 
 
 def greedy_ids(logits_BTV: Array, axes: Axes = TENSOR) -> Array:
@@ -110,28 +116,26 @@ def _shifted(logits_BTV: Array, axes: Axes) -> tuple[Array, Array, Array]:
     return shifted_BTV, g(jnp.sum(jnp.exp(shifted_BTV), axis=-1), axes), max_BT
 
 
-def _forward(logits_BTV: Array, targets_BT: Array, axes: Axes):
+def _forward(logits_BTV: Array, targets_BT: Array, ids_BT: Array, inside_BT: Array, axes: Axes):
     dtype = at_least_fp32(logits_BTV.dtype)
     max_BT = max_over(jnp.max(logits_BTV, axis=-1), axes).astype(dtype)
     sum_BT = jnp.sum(jnp.exp(logits_BTV.astype(dtype) - max_BT[..., None]), axis=-1)
-    ids_BT, inside_BT = _local_ids(targets_BT, logits_BTV.shape[-1], axes)
     picked_BT = jnp.take_along_axis(logits_BTV, ids_BT[..., None], axis=-1)[..., 0].astype(dtype)
     picked_BT = jnp.where(inside_BT, picked_BT, jnp.zeros((), dtype))
     sum_BT, picked_BT = g((sum_BT, picked_BT), axes)
     log_sum_BT = jnp.log(sum_BT)  # not added to the maximum: the sum would be rounded at the logits' magnitude
     loss_BT = jnp.where(targets_BT == IGNORED, jnp.zeros((), dtype), log_sum_BT - (picked_BT - max_BT))
-    return loss_BT, (logits_BTV, targets_BT, max_BT, log_sum_BT)
+    return loss_BT, (logits_BTV, targets_BT, ids_BT, inside_BT, max_BT, log_sum_BT)
 
 
 def _backward(axes: Axes, residuals, grad_BT: Array):
-    logits_BTV, targets_BT, max_BT, log_sum_BT = residuals
-    ids_BT, inside_BT = _local_ids(targets_BT, logits_BTV.shape[-1], axes)
+    logits_BTV, targets_BT, ids_BT, inside_BT, max_BT, log_sum_BT = residuals
     grad_BT = jnp.where(targets_BT == IGNORED, jnp.zeros((), grad_BT.dtype), grad_BT)
     probability_BTV = jnp.exp((logits_BTV.astype(max_BT.dtype) - max_BT[..., None]) - log_sum_BT[..., None])
     column_V = jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)
     hit_BTV = (column_V[None, None, :] == ids_BT[..., None]) & inside_BT[..., None]
     grad_BTV = (probability_BTV - hit_BTV.astype(probability_BTV.dtype)) * grad_BT[..., None]
-    return grad_BTV.astype(logits_BTV.dtype), None
+    return grad_BTV.astype(logits_BTV.dtype), None, None, None
 
 
-cross_entropy.defvjp(_forward, _backward)
+_cross_entropy.defvjp(_forward, _backward)

@@ -20,7 +20,7 @@ from megajax.core.parallel.shards import Shards
 from megajax.core.pipeline.buffers import stored, taken, when
 from megajax.core.pipeline.model import Batch, Figures, LoopModel
 from megajax.core.pipeline.rows import End, Number, Predicate, Row, Work
-from megajax.core.pipeline.sums import Gradients, Sums
+from megajax.core.pipeline.sums import Gradients, Summation, Sums
 from megajax.core.trees import Path, Tree
 
 
@@ -59,6 +59,7 @@ class EmbeddingAndHead:
     # All stages run both ends of a microbatch at the same time, each on its share of the vocabulary. The shared weights
     # then do not vary over `pipe`, except for the vocabulary.
     vocabulary_split: bool
+    summation: Summation  # of gradients and losses
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -118,7 +119,7 @@ class EmbeddingAndHead:
         grads, grad = pullback({name: self._scale_of(name, loss) for name, loss in losses.items()})
         if self.vocabulary_split:  # all stages have computed them
             figures = {name: jnp.where(here, x, jnp.zeros_like(x)) for name, x in figures.items()}
-        added = {name: sum_ + losses[name].astype(sum_.dtype) for name, sum_ in totals.losses.items()}
+        added = {name: sum_ + self.summation.loss(losses[name]) for name, sum_ in totals.losses.items()}
         return vary(grad, (PIPE,)), HeadTotals(added, self._add(totals.sums, grads), totals.figures).counting(figures)
 
     def split_head(self, totals: HeadTotals) -> tuple[HeadTotals, Gradients]:
@@ -173,7 +174,6 @@ class EmbeddingAndHead:
         reduced sum is complete."""
         if not sums.gradients:
             return sums
-        flat, shardings = flatten_dict({"shared": grads}), flatten_dict({"shared": self.storage.shardings})
-        storage = Shards({path: shardings[path] for path in sums.gradients})
-        dtype = next(iter(sums.gradients.values())).dtype
-        return sums.add(storage.scatter({path: flat[path] for path in sums.gradients}, dtype))
+        flat = flatten_dict({"shared": grads})
+        terms = self.summation.terms({path: flat[path] for path in sums.gradients if path in flat})
+        return sums.add(self.storage.some(terms, "shared").scatter(terms))

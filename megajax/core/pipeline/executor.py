@@ -24,7 +24,6 @@ from megajax.core.parallel.collectives import (
     send_down,
     send_up,
     vary,
-    varying_axes,
 )
 from megajax.core.pipeline.buffers import idle, stored, taken, when
 from megajax.core.pipeline.ends import EmbeddingAndHead, HeadTotals
@@ -33,9 +32,8 @@ from megajax.core.pipeline.rows import Predicate, Row, Turns, Work, rows_of
 from megajax.core.pipeline.stages import Layers, stacked
 from megajax.core.pipeline.sums import Gradients, Last, Reduction, Sums, some_layers
 from megajax.core.pipeline.table import Deferral, Pass, Schedule
-from megajax.core.precision import at_least_fp32
 from megajax.core.private import tied
-from megajax.core.trees import Path, Tree
+from megajax.core.trees import Tree
 
 Gather = Callable[[Tree, Tree], tuple[Tree, tuple[Tree, ...]]]
 """The whole weights of the ends and of every layer, from a device's shards of the ends' and of the stacked layers'."""
@@ -260,15 +258,15 @@ class Pipeline:
 
     def totals(self) -> HeadTotals:
         """Zeros for what the head adds up."""
-        dtype = self.layers.gradient_dtype
-        loss = vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)
+        summation = self.layers.summation
+        loss = vary(summation.no_loss(), self.ends.axes)
         losses = dict.fromkeys(self.ends.coefficients, loss)
-        return HeadTotals(losses, Sums(_zeros(self.ends.trained(), dtype)), self.no_figures())
+        return HeadTotals(losses, Sums(summation.zeros(self.ends.trained())), self.no_figures())
 
     def sums(self, num_factor_slots: int) -> Sums:
         """Zeros for the gradients of the layers, with a buffer of factors if there are slots."""
         factors = idle(self.factor_types(), num_factor_slots) if num_factor_slots else None
-        return Sums(_zeros(self.layers.trained(), self.layers.gradient_dtype), factors)
+        return Sums(self.layers.summation.zeros(self.layers.trained()), factors)
 
     def buffer(self, num_slots: int, with_output: bool) -> Tree:
         """The ring buffer; `with_output` includes chunks' outputs, for a head that runs later than its layers."""
@@ -363,11 +361,6 @@ class Pipeline:
         """Send to a neighbour, if there is one. The barrier keeps the transfer here: XLA would move it to the start of
         the next tick, which would then wait for it."""
         return lax.optimization_barrier(send(x, ring=self.num_chunks > 1)) if self.num_stages > 1 else x
-
-
-def _zeros(weights: dict[Path, Array], dtype: Any) -> Gradients:
-    """Sums of nothing: zeros like weights."""
-    return {path: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))) for path, w in weights.items()}
 
 
 def _only_reduced(last: Last, *operands: Tree) -> tuple[Tree, Sums]:

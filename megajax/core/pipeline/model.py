@@ -1,6 +1,7 @@
 """What the pipeline's loop is given: a model, cut at its stage boundaries, in one step."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from jax import Array
 
@@ -37,6 +38,11 @@ class LoopModel(Protocol):
     def head(self, shared: Tree, x_BTD: Array, batch: Batch, context: Tree) -> tuple[dict[str, Array], Figures]:
         """Losses and measures by name, each divided by the number of its targets in the step, scalars; and the figures
         of layers that the head has, if it has some."""
+        ...
+
+    def with_ends(self, function: Callable, shared: Tree, *args: Any, columns: bool = False) -> Tree:
+        """The result of `function` of the ends and further arguments, alike on all devices of a tensor group, or an
+        array whose last dim is this device's `columns` of the vocabulary."""
         ...
 
 

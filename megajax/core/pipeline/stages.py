@@ -23,7 +23,7 @@ from megajax.core.pipeline.buffers import idle, stored, taken, when
 from megajax.core.pipeline.model import Factors, Figures, Products
 from megajax.core.pipeline.pullback import LayerFunction, with_pullback
 from megajax.core.pipeline.rows import Number, Predicate
-from megajax.core.pipeline.sums import Gradients, Last, Reduction, Sums, some_layers
+from megajax.core.pipeline.sums import Gradients, Last, Reduction, Summation, Sums, some_layers
 from megajax.core.private import tied
 from megajax.core.trees import Path, Tree
 
@@ -44,10 +44,10 @@ class Layers:
     weights: Tree  # stacked [v · n, …]: n slots per chunk, chunk after chunk; or a tuple of the slots', not copied then
     layer_index: Array  # of each of this stage's slots, -1 if padded (it passes its input on); int32 [v, n]
     unroll: bool  # unroll the loop over layers in the compiled program
+    summation: Summation  # of gradients
     padded: bool  # at least one slot on some stage holds no layer
     storage: Shards  # how weights are sharded; a layer's are gathered just before its forward, and again for backward
     recompute_stage: bool = False  # save only a stage's input, and run its forward again in the backward pass
-    gradient_dtype: Any = jnp.float32  # of sums of gradients
     deferred: Products | None = None  # those whose weight gradients are computed later, from their factors
     frozen: frozenset[Path] = frozenset()  # weights that have no gradient
     first_trained: int = 0  # the backward pass leaves out the layers before this one
@@ -178,9 +178,8 @@ class Layers:
 
     def _scattered(self, grads: dict[Path, Array]) -> Gradients:
         """Gradients of gathered weights, scattered to the stored shards."""
-        shardings = flatten_dict(self.storage.shardings)
-        scattered = Shards({path: shardings[path] for path in grads}).scatter(grads, self.gradient_dtype)
-        return {("blocks", *path): grad for path, grad in scattered.items()}
+        terms = self.summation.terms({("blocks", *path): grad for path, grad in grads.items()})
+        return self.storage.some(terms, "blocks").scatter(terms)
 
     def _summed_up(
         self,

@@ -1,15 +1,103 @@
 """Sums of gradients on a stage: by path, from the pullbacks to the update."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
+from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.integer_sums import floats, integers, not_summed
 from megajax.core.pipeline.model import Factors
+from megajax.core.precision import at_least_fp32
 from megajax.core.trees import Path
+
+_LOSS_EXPONENT, _LOSS_DIGITS = 30, 4
 
 Gradients = dict[Path, Array]
 """By the paths of weights, which begin with `shared` for those of the ends and with `blocks` for those of layers."""
+
+
+NOT_SUMMED = "not_summed"
+"""The name, beside the paths of weights, of how many numbers were not finite, and how many too large for integers, [2];
+of layers [n, 2]."""
+
+
+class Summation(Protocol):
+    """How gradients and losses are represented in sums over microbatches and devices."""
+
+    def zeros(self, weights: dict[Path, Array]) -> Gradients:
+        """Sums of nothing, of the gradients of weights."""
+        ...
+
+    def terms(self, gradients: Gradients) -> Gradients:
+        """Gradients of a microbatch as what is summed."""
+        ...
+
+    def no_loss(self) -> Array:
+        """A sum of no losses."""
+        ...
+
+    def loss(self, loss: Array) -> Array:
+        """A microbatch's loss as what is summed."""
+        ...
+
+
+class Floats(NamedTuple):
+    """Sums in a floating-point dtype."""
+
+    dtype: Any
+
+    def zeros(self, weights: dict[Path, Array]) -> Gradients:
+        return {path: _zeros(w, w.shape, self.dtype) for path, w in weights.items()}
+
+    def terms(self, gradients: Gradients) -> Gradients:
+        return {path: grad.astype(self.dtype) for path, grad in gradients.items()}
+
+    def no_loss(self) -> Array:
+        return jnp.zeros((), at_least_fp32(self.dtype))
+
+    def loss(self, loss: Array) -> Array:
+        return loss.astype(at_least_fp32(self.dtype))
+
+
+class Integers(NamedTuple):
+    """Sums of integers, which have the same bits on every mesh (`parallel/integer_sums.py`)."""
+
+    exponent: Array  # of the bound of gradients
+    bits: int  # of a digit
+
+    def zeros(self, weights: dict[Path, Array]) -> Gradients:
+        zeros, axes = {}, sorted({axis for w in weights.values() for axis in varying_axes(w)})
+        for path, w in weights.items():
+            layers = w.shape[:1] if path[0] == "blocks" else ()
+            zeros[path] = _zeros(w, (*layers, 2, *w.shape[len(layers) :]), jnp.int32)
+            zeros[path[0], NOT_SUMMED] = vary(jnp.zeros((*layers, 2), jnp.int32), axes)
+        return zeros
+
+    def terms(self, gradients: Gradients) -> Gradients:
+        terms = {path: integers(grad, self.exponent, self.bits) for path, grad in gradients.items()}
+        counts = [not_summed(grad, self.exponent) for grad in gradients.values()]
+        return terms | {(next(iter(gradients))[0], NOT_SUMMED): sum(counts[1:], start=counts[0])}
+
+    def no_loss(self) -> Array:
+        return jnp.zeros((_LOSS_DIGITS + 1,), jnp.int32)
+
+    def loss(self, loss: Array) -> Array:
+        digits = integers(loss, _LOSS_EXPONENT, self.bits, _LOSS_DIGITS)
+        return jnp.append(digits, not_summed(loss, _LOSS_EXPONENT).sum(dtype=jnp.int32))
+
+    def gradient(self, path: Path, sums: Array) -> Array:
+        """A sum of a weight's gradients on the stages, as floats."""
+        return floats(sums, self.exponent, self.bits, 3 if path[0] == "blocks" else 0)
+
+    def total(self, losses: Array) -> Array:
+        """A sum of losses as a float: not a number if one was none, or too large."""
+        return jnp.where(losses[-1] == 0, floats(losses[:-1], _LOSS_EXPONENT, self.bits), jnp.nan)
+
+
+def _zeros(like: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return vary(jnp.zeros(shape, dtype), sorted(varying_axes(like)))
 
 
 class Reduction(Protocol):

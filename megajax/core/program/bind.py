@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,20 @@ from megajax.core.models.lora import layer_weights
 from megajax.core.models.prediction import prediction_counts, prediction_losses
 from megajax.core.models.remat import POLICIES
 from megajax.core.models.staged import StagedModel
+from megajax.core.optim.adam import initial_norms
 from megajax.core.parallel import sites
 from megajax.core.parallel.collectives import PIPE, TENSOR, axis_index, complete, vary, varying_axes
+from megajax.core.parallel.integer_sums import bound_exponent, digit_bits
 from megajax.core.parallel.products import Factors
 from megajax.core.parallel.random import Dropout
 from megajax.core.parallel.shards import Shards
 from megajax.core.pipeline.ends import EmbeddingAndHead
 from megajax.core.pipeline.executor import Pipeline
+from megajax.core.pipeline.model import LoopModel, Products
 from megajax.core.pipeline.stages import Layers, rematerialized
+from megajax.core.pipeline.sums import Floats, Integers, Summation
 from megajax.core.program.float8 import LayerCopies
+from megajax.core.program.in_parts import ModelInParts, ShardsInParts, form_of
 from megajax.core.program.overlap import scans_layers
 from megajax.core.program.program import BATCH, Batch, Program
 from megajax.core.program.weight import Weight
@@ -93,10 +98,23 @@ class BoundModel:
         means = {name: total / jnp.maximum(self.counts[name], 1).astype(total.dtype) for name, total in totals.items()}
         return means, vary(figures, sorted(varying_axes(x_BTD)))
 
+    def with_ends(self, function: Callable, shared: Tree, *args: Any, columns: bool = False) -> Tree:
+        """See `LoopModel`."""
+        return function(self.staged.ends(shared), *args)
+
     def _tokens(self) -> Array | None:
         """Positions of this context rank's tokens; None if it has all."""
         boundary, every_T = self.staged.boundary, jnp.arange(self.length, dtype=jnp.int32)
         return None if boundary.context == "none" else boundary.context_tokens(every_T, 0)
+
+
+def summation_of(program: Program, recent_norms: Array, loss_scale: Array | np.float32 = UNSCALED) -> Summation:
+    """How a step sums gradients and losses, given the gradient norms of the steps before it."""
+    config, rows = program.config, program.config.train.global_batch
+    if not config.bitwise:
+        return Floats(program.gradient_dtype)
+    exponent = bound_exponent(recent_norms, jnp.asarray(loss_scale), rows)
+    return Integers(exponent, digit_bits(rows * config.bitwise))
 
 
 def training_pipeline(
@@ -106,13 +124,15 @@ def training_pipeline(
     step: Array,
     loss_scale: Array | np.float32 = UNSCALED,
     copies: Tree = None,
+    summation: Summation | None = None,
 ) -> Pipeline:
     """The loop of a train step. Float8 copies of frozen weights that are not among `copies` are made here."""
+    summation = summation or summation_of(program, initial_norms(), loss_scale)
     config, counts, length = program.config, count_targets(program, batch), batch["tokens"].shape[-1]
     scale, sequences = jnp.asarray(loss_scale), counts.get(SEQUENCES)
     weight = None if sequences is None else scale / jnp.maximum(sequences, 1).astype(scale.dtype)
     model = BoundModel(program.model, config.model.dropout, config.seed, step, counts, weight, length)
-    return _pipeline(program, model, params, batch, scale, copies, backward=True)
+    return _pipeline(program, model, params, batch, scale, copies, summation)
 
 
 def forward_pipeline(program: Program, staged: StagedModel, params: Tree, batch: Batch) -> Pipeline:
@@ -120,33 +140,52 @@ def forward_pipeline(program: Program, staged: StagedModel, params: Tree, batch:
     nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     counts = dict.fromkeys(program.form.targets | program.form.measures, one)
     model = BoundModel(staged, 0.0, program.config.seed, nothing, counts, None, batch["tokens"].shape[-1])
-    return _pipeline(program, model, params, batch, jnp.asarray(UNSCALED), None, backward=False)
+    return _pipeline(program, model, params, batch, jnp.asarray(UNSCALED), None)
 
 
 def _pipeline(
-    program: Program, model: BoundModel, params: Tree, batch: Batch, loss_scale: Array, made: Tree, *, backward: bool
+    program: Program,
+    model: BoundModel,
+    params: Tree,
+    batch: Batch,
+    loss_scale: Array,
+    made: Tree,
+    summation: Summation | None = None,
 ) -> Pipeline:
+    """The loop; without a `summation` forward only."""
     config, layout, staged = program.config, program.layout, model.staged
     num_rows, num_microbatches = next(iter(batch.values())).shape[0], program.num_microbatches
     row_B = axis_index(ROW_AXES) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
     shared, blocks = _declared_varying(program, staged, params)
     layer_index = jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)]
-    copies = LayerCopies(config.model, layout.weights["blocks"], program.operand_dtype, both=backward)
+    copies = LayerCopies(config.model, layout.weights["blocks"], program.operand_dtype, both=summation is not None)
     made = jax.tree.map(lambda copy: copy.reshape(-1, *copy.shape[3:]), made)
     frozen, unroll = layout.adapters is not None, not scans_layers(config, program.backend)
     deferred = config.mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
-    layer = rematerialized(model.layer, POLICIES.get(config.train.remat), prevent_cse=unroll)
+    of_ends, of_layers = layout.per_use["shared"], Shards(copies.shardings(layer_weights(layout.per_use.shardings)))
+    loop_model: LoopModel = model
+    products: Products = staged
+    linear = staged.linear_embedding
+    if config.bitwise > 1:
+        forms = jax.tree.map(form_of, {"shared": layout.weights["shared"], "blocks": layer_weights(layout.weights)})
+        size = config.bitwise, config.bitwise // config.mesh.tensor
+        of_ends = ShardsInParts(of_ends.shardings, forms["shared"], *size)
+        of_layers = ShardsInParts(of_layers.shardings, forms["blocks"], *size)
+        loop_model = products = ModelInParts(model, staged, size[1], forms)
+        linear = False
+    layer = rematerialized(loop_model.layer, POLICIES.get(config.train.remat), prevent_cse=unroll)
     ends = EmbeddingAndHead(
-        model=model,
-        linear_embedding=staged.linear_embedding,
+        model=loop_model,
+        linear_embedding=linear,
         coefficients=_coefficients(program),
         loss_scale=loss_scale,
         shared=shared,
-        storage=layout.per_use["shared"],
+        storage=of_ends,
         frozen=frozen,
         of_head=frozenset(name for name in shared if is_head(("shared", name), config.model)),
         microbatches=jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), (batch, row_B)),
         vocabulary_split=config.splits_vocabulary,
+        summation=summation or Floats(jnp.float32),
     )
     layers = Layers(
         function=jax.jit(layer, inline=True),  # traced once, though used in several places of the loop
@@ -154,10 +193,10 @@ def _pipeline(
         layer_index=layer_index,
         unroll=unroll,
         padded=layout.placement.padded,
-        storage=Shards(copies.shardings(layer_weights(layout.per_use.shardings))),
+        storage=of_layers,
         recompute_stage=config.train.remat == "stage",
-        gradient_dtype=program.gradient_dtype,
-        deferred=staged if deferred else None,
+        summation=summation or Floats(jnp.float32),
+        deferred=products if deferred else None,
         first_trained=untrained_layers(layout.frozen, staged.shapes, config.model),
         frozen=copies.paths | (flatten_dict(params["blocks"]).keys() if frozen else set()),
     )

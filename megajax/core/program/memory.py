@@ -23,7 +23,7 @@ def state_bytes(program: Program) -> dict[str, int]:
     during a step: their sums, and, if these are in half precision, the fp32 copy for the optimizer. As in the published
     figures, fp32 shards of fp32 sums are not counted twice. Nothing is computed."""
     layout = program.layout
-    others = jnp.dtype(program.gradient_dtype) != jnp.dtype(layout.main_dtype)
+    others = program.config.bitwise or jnp.dtype(program.gradient_dtype) != jnp.dtype(layout.main_dtype)
     gradients = trace_pipeline(program, lambda pipeline: _bytes((*pipeline.totals()[:2], pipeline.sums(0))))
     trained = sum(weight.size(weight.owned) for weight in jax.tree.leaves(layout.trained(layout.weights)))
     gradients += trained * jnp.dtype(layout.main_dtype).itemsize if others else 0

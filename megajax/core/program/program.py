@@ -126,6 +126,7 @@ class Program:
         """`function(program, *static, …)` as one `jit` of one region, with `options` for `jax.jit`; cached."""
         if (function, static) not in self._compiled:
             region = self.region(partial(function, self, *static), in_specs, out_specs)
+            options.setdefault("compiler_options", self._same_bits or None)
             self._compiled[function, static] = jax.jit(region, **options)
         return self._compiled[function, static]
 
@@ -188,11 +189,17 @@ class Program:
         return 2 if self.config.pipeline.paired_microbatches and self.num_microbatches > 1 else 1
 
     @property
-    def options(self) -> dict[str, int | bool]:
+    def _same_bits(self) -> dict[str, int | bool | str]:
+        """Compiler options without which the bits of a result would depend on what else is computed."""
+        return dict(self.backend.same_bits) if self.config.bitwise else {}
+
+    @property
+    def options(self) -> dict[str, int | bool | str]:
         """Compiler options of the train step, without those that the user has set."""
-        chosen: dict[str, int | bool] = dict.fromkeys(self.backend.apart, 0) if self.ticks_at_once > 1 else {}
+        chosen: dict[str, int | bool | str] = dict.fromkeys(self.backend.apart, 0) if self.ticks_at_once > 1 else {}
         if not scans_layers(self.config, self.backend) and self.config.train.remat != "stage":
             chosen |= dict.fromkeys(self.backend.unrolled, True)
+        chosen |= self._same_bits
         return {name: value for name, value in chosen.items() if f"--{name}=" not in os.environ.get("XLA_FLAGS", "")}
 
     @cached_property

@@ -33,7 +33,7 @@ class GradientReduction:
     def everywhere(self, gradients: Gradients, *but: str) -> Gradients:
         """Global sums of local ones; not over some axes."""
         shards = _shards(self.program.layout.per_step, gradients)
-        return self.over_stages(shards.scatter(gradients, self.program.gradient_dtype), *but)
+        return self.over_stages(shards.scatter(gradients), *but)
 
     def on_stage(self, gradients: Gradients) -> Gradients:
         """Sums over all axes but `pipe`, in turn."""
@@ -45,7 +45,7 @@ class GradientReduction:
     def over_stages(self, gradients: Gradients, *but: str) -> Gradients:
         """Sums of shards over all axes over which they vary but some; while recording, every one is checked."""
         trained = flatten_dict(self.program.layout.trained_specs)
-        specs = {path: PartitionSpec(*trained[path], *but) for path in gradients}
+        specs = {path: PartitionSpec(*trained.get(path, ()), *but) for path in gradients}
         names = jax.tree.map(_name, gradients, specs)
         return checked(complete(gradients, specs), partial(jax.tree.map, _summed_by_gather, gradients, specs), names)
 
@@ -71,7 +71,7 @@ def _in_turn(
     the last one. XLA believes that collectives under way together take as long as one, and so would begin all of them
     too late."""
     records, results = flatten_dict(program.layout.trained(program.layout.weights)), Arrays()
-    large = [path for path in arrays if prod(records[path].whole) >= _LARGE]
+    large = [path for path in arrays if path in records and prod(records[path].whole) >= _LARGE]
     for paths in ([path for path in arrays if path not in large], *([path] for path in large)):
         part, before = tied(({path: arrays[path] for path in paths}, before))
         before = function(part)
@@ -81,7 +81,7 @@ def _in_turn(
 
 def _shards(storage: Shards, arrays: Arrays) -> Shards:
     shardings = flatten_dict(storage.shardings)
-    return Shards({path: shardings[path] for path in arrays})
+    return Shards({path: shardings.get(path, NOT_SHARDED) for path in arrays})
 
 
 def _gathered(storage: Shards, arrays: Arrays) -> Arrays:

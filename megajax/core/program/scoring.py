@@ -57,7 +57,7 @@ def _logits(program: Program, params: Tree, batch: Batch) -> Array:
         result = ends.logits(x_BTD)
         return result[0] if isinstance(result, tuple) else result  # BERT also returns the logits of the order
 
-    result = _forward(program, params, _without_targets(program, batch), head)
+    result = _forward(program, params, _without_targets(program, batch), head, columns=True)
     result = complete(result, PartitionSpec(None, ROW_AXES, None, vocabulary_axes(program.config)))
     return result.reshape(-1, *result.shape[2:])
 
@@ -66,7 +66,7 @@ def _next_logits(program: Program, params: Tree, batch: Batch, place: Array) -> 
     def head(ends: Any, x_BTD: Array, _: Batch) -> Array:
         return ends.logits(lax.dynamic_slice_in_dim(x_BTD, place, 1, axis=1))[:, 0]
 
-    result = _forward(program, params, _without_targets(program, batch), head)
+    result = _forward(program, params, _without_targets(program, batch), head, columns=True)
     result = complete(result, PartitionSpec(None, ROW_AXES, vocabulary_axes(program.config)))
     return result.reshape(-1, result.shape[-1])
 
@@ -82,14 +82,18 @@ def _forward(
     batch: Batch,
     function: Callable[[Any, Array, Batch], Tree],
     model: StagedModel | None = None,
+    *,
+    columns: bool = False,
 ) -> Tree:
     """Results of `function`, called with the ends, the last layer's output and the rows of each microbatch, stacked by
-    microbatch, as terms of a sum over a context group. `model` defaults to the one for whole sequences."""
+    microbatch, as terms of a sum over a context group. `model` defaults to the one for whole sequences; for `columns`
+    see `LoopModel.with_ends`."""
     model = model or program.forward_model()
     pipeline = forward_pipeline(program, model, params, batch)
 
     def finish(x_BTD: Array, rows: Batch) -> Tree:
-        return function(model.ends(pipeline.ends.weights()), x_BTD, rows)
+        ends = pipeline.ends
+        return ends.model.with_ends(function, ends.weights(), x_BTD, rows, columns=columns)
 
     results = pipeline.forward(program.forward_schedule, finish)
     return once(results) if model.boundary.context == "none" else results

@@ -11,7 +11,16 @@ from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
 from megajax.core.models.router import LOAD, balances_router, bias_step, expert_metrics
-from megajax.core.optim.adam import averaged, clip_by_norm, global_norm, is_spike, learning_rate, remember
+from megajax.core.optim.adam import (
+    averaged,
+    clip_by_norm,
+    global_norm,
+    initial_norms,
+    is_spike,
+    learning_rate,
+    remember,
+)
+from megajax.core.parallel import integer_sums
 from megajax.core.parallel.collectives import (
     PIPE,
     axis_index,
@@ -19,7 +28,8 @@ from megajax.core.parallel.collectives import (
 )
 from megajax.core.parallel.shards import Shards
 from megajax.core.pipeline.executor import Gather
-from megajax.core.program.bind import SEQUENCES, UNSCALED, training_pipeline
+from megajax.core.pipeline.sums import Integers
+from megajax.core.program.bind import SEQUENCES, UNSCALED, summation_of, training_pipeline
 from megajax.core.program.program import BATCH, Batch, Program
 from megajax.core.program.reduction import GradientReduction, gathered_in_turn
 from megajax.core.program.state import TrainState
@@ -39,7 +49,8 @@ def train_step(program: Program) -> Wrapped:
 def train_step_with_gradients(program: Program) -> Wrapped:
     """(state, batch) -> (state, metrics, gradients before clipping, for the weights or for LoRA's adapters)."""
     specs, trained = program.layout.specs, program.layout.trained_specs
-    return program.compiled(_train_step_with_gradients, (specs, BATCH), (specs, SCALAR, trained), donate_argnums=0)
+    options = {"donate_argnums": 0, "compiler_options": program.options or None}
+    return program.compiled(_train_step_with_gradients, (specs, BATCH), (specs, SCALAR, trained), **options)
 
 
 def loss_and_gradients(program: Program) -> Wrapped:
@@ -86,12 +97,17 @@ def _train_step_with_gradients(
     config, layout = program.config, program.layout
     scale = state.loss_scale.scale
     gather = partial(gathered_in_turn, program) if layout.gathers_late else None
-    losses, grads, figures, counts = _losses_and_gradients(
-        program, state.params, batch, state.step, scale, state.copies, gather
+    losses, grads, figures, counts, not_summed = _losses_and_gradients(
+        program, state.params, batch, state.step, scale, state.copies, gather, state.recent_norms
     )
     loss = _total(program, losses)
-    norm = global_norm(grads)
+    norm = integer_sums.norm(jax.tree.leaves(grads)) if config.bitwise else global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    recent_norms = state.recent_norms
+    if config.bitwise:
+        finite &= jnp.all(not_summed == 0)
+        too_large = (not_summed[0] == 0) & (not_summed[1] > 0) & jnp.isfinite(loss)
+        recent_norms = jnp.where(too_large, integer_sums.raised(recent_norms, state.step), recent_norms)
     taken = finite & ~is_spike(norm, state.recent_norms, config.optimizer.skip_above)
     clipped = clip_by_norm(grads, norm, config.optimizer.clip_norm)
     main = layout.at_end.take(layout.trained(state.params)) if state.main is None else state.main
@@ -105,7 +121,7 @@ def _train_step_with_gradients(
         main=None if state.main is None else main,
         optimizer=optimizer if layout.mixing else layout.with_frozen(optimizer, state.optimizer),
         loss_scale=state.loss_scale.after(finite, layout.loss_scale),
-        recent_norms=jnp.where(taken, remember(norm, state.recent_norms, state.step), state.recent_norms),
+        recent_norms=jnp.where(taken, remember(norm, state.recent_norms, state.step), recent_norms),
         average=None if state.average is None else averaged(state.average, main, config.train.ema, taken),
         copies=state.copies,
     )
@@ -154,22 +170,36 @@ def _losses_and_gradients(
     loss_scale: Array | np.float32,
     copies: Tree,
     gather: Gather | None = None,
-) -> tuple[dict[str, Array], Tree, dict[str, Array], dict[str, Array]]:
+    recent_norms: Array | None = None,
+) -> tuple[dict[str, Array], Tree, dict[str, Array], dict[str, Array], Array]:
     """The losses by name; the gradients of their sum for the trained weights, unscaled, in the main dtype, sharded like
     `layout.trained_specs`; the sums of the layers' figures; and what `bind.count_targets` counts. `gather` is for
-    weights as a step leaves them."""
+    weights as a step leaves them. Last, how many numbers integers could not hold (`sums.NOT_SUMMED`), [2]."""
     layout, dtype = program.layout, program.layout.main_dtype
-    pipeline = training_pipeline(program, params, batch, step, loss_scale, copies)
+    summation = summation_of(program, initial_norms() if recent_norms is None else recent_norms, loss_scale)
+    pipeline = training_pipeline(program, params, batch, step, loss_scale, copies, summation)
     reduction, trained = GradientReduction(program), flatten_dict(layout.trained(params))
     in_last_tick = reduction if program.overlaps_reductions else None
     options = program.schedule, in_last_tick, gather, program.ticks_at_once
     losses, local, figures = pipeline.losses_and_gradients(*options)
     grads = {path: _like(local[path], weight, path[0] == "blocks") for path, weight in trained.items()}
-    grads = reduction.everywhere(grads) if in_last_tick is None else grads
+    not_summed = {path: local[path].reshape(-1, 2).sum(0) for path in local.keys() - trained.keys()}
+    grads = reduction.everywhere(grads | not_summed) if in_last_tick is None else grads | not_summed
+    if isinstance(summation, Integers):
+        not_summed = complete({path: grads.pop(path) for path in not_summed}, dict.fromkeys(not_summed, SCALAR))
+        grads = {path: summation.gradient(path, grad) for path, grad in grads.items()}
     grads = unflatten_dict({path: grad.astype(dtype) / loss_scale.astype(dtype) for path, grad in grads.items()})
     grads = layout.with_frozen(grads, jax.tree.map(jnp.zeros_like, grads))
     losses, figures = (complete(sums, dict.fromkeys(sums, SCALAR)) for sums in (losses, figures))
-    return losses, grads, figures, pipeline.ends.model.counts
+    if isinstance(summation, Integers):
+        losses = {name: summation.total(loss) for name, loss in losses.items()}
+    return (
+        losses,
+        grads,
+        figures,
+        pipeline.ends.model.counts,
+        sum(not_summed.values(), start=jnp.zeros((2,), jnp.int32)),
+    )
 
 
 def _like(grad: Array, weight: Array, stacked: bool) -> Array:

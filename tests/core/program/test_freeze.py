@@ -18,7 +18,7 @@ from megajax.core.mesh import make_mesh
 from megajax.core.models.freeze import fewer_layers, frozen_weights, untrained_layers
 from megajax.core.parallel.shards import NOT_SHARDED, Shards
 from megajax.core.pipeline.stages import Layers
-from megajax.core.pipeline.sums import Sums
+from megajax.core.pipeline.sums import Floats, Sums
 from megajax.settings.config import Config
 from megajax.verify.comparison import named_parts
 from megajax.verify.fields import Drawn, run_step
@@ -143,6 +143,7 @@ def test_the_backward_pass_ends_at_the_first_trained_layer():
             weights={"w": weights},
             layer_index=jnp.arange(4, dtype=jnp.int32)[None],
             unroll=False,
+            summation=Floats(jnp.float32),
             padded=False,
             storage=Shards({"w": NOT_SHARDED}),
             first_trained=2,

@@ -1,0 +1,105 @@
+"""A step's model and weights in parts (`parallel/fixed_tree.py`)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from flax.traverse_util import flatten_dict
+from jax import Array
+
+from megajax.core.mesh import RULES, in_region
+from megajax.core.models.context import Context
+from megajax.core.models.staged import StagedModel
+from megajax.core.parallel.collectives import TENSOR, axis_index
+from megajax.core.parallel.fixed_tree import Form, in_parts
+from megajax.core.parallel.shards import Shards
+from megajax.core.pipeline.buffers import idle
+from megajax.core.pipeline.model import Batch, Factors, Figures, LoopModel
+from megajax.core.program.weight import Weight
+from megajax.core.trees import Path, Tree
+
+
+def form_of(weight: Weight) -> Form:
+    """The form of a weight."""
+    for dim, name in enumerate(weight.logical):
+        if RULES.get(name) == TENSOR:
+            return Form(True, dim, weight.shape[dim], weight.whole[dim])
+    return Form(in_region(weight.logical))
+
+
+@dataclass(frozen=True)
+class ShardsInParts(Shards):
+    """Shards of weights that functions are mapped over in parts."""
+
+    forms: Tree
+    parts: int
+    count: int
+
+    def gather(self, shards: Tree, *, invariant: bool = False) -> Tree:
+        return self._in_forms(Form.divided, super().gather(shards, invariant=invariant))
+
+    def some(self, paths: Any, first: str) -> "ShardsInParts":
+        forms = {(first, *path): form for path, form in flatten_dict(self.forms).items()}
+        forms = {path: forms.get(path, Form(mapped=False)) for path in paths}
+        return ShardsInParts(super().some(paths, first).shardings, forms, self.parts, self.count)
+
+    def scatter(self, grads: Tree) -> Tree:
+        return super().scatter(self._in_forms(Form.joined, grads))
+
+    def _in_forms(self, function: Callable, arrays: Tree) -> Tree:
+        size, rank = (self.parts, self.count), axis_index(TENSOR)
+        return jax.tree.map(lambda x, form: function(form, x, *size, rank), arrays, self.forms)
+
+
+@dataclass(frozen=True)
+class ModelInParts:
+    """Functions of a step's model (`pipeline.model.LoopModel`), mapped over parts of its weights, and those of its
+    layers' products."""
+
+    model: LoopModel
+    staged: StagedModel
+    count: int
+    forms: Tree  # of all weights
+
+    @property
+    def counts(self) -> dict[str, Array]:
+        return self.model.counts
+
+    def context(self, batch: Batch, row_B: Array) -> Context:
+        return self.model.context(batch, row_B)
+
+    def embed(self, shared: Tree, batch: Batch, context: Context) -> Array:
+        return self._in_parts(self.model.embed, "shared", None, None)(shared, batch, context)
+
+    def layer(
+        self, weights: Tree, factors: Factors, layer: Array, x_BTD: Array, context: Context
+    ) -> tuple[Array, Figures]:
+        function = self._in_parts(self.model.layer, "blocks", 0, None, None, None)
+        return function(weights, factors, layer, x_BTD, context)
+
+    def head(self, shared: Tree, x_BTD: Array, batch: Batch, context: Context) -> tuple[dict[str, Array], Figures]:
+        return self._in_parts(self.model.head, "shared", None, None, None)(shared, x_BTD, batch, context)
+
+    def with_ends(self, function: Callable, shared: Tree, *args: Any, columns: bool = False) -> Tree:
+        axes = (None,) * len(args)
+        run = self._in_parts(partial(self.model.with_ends, function), "shared", *axes, out_axes=-2 if columns else None)
+        result = run(shared, *args)
+        return result.reshape(*result.shape[:-2], -1) if columns else result
+
+    @property
+    def products(self) -> frozenset[Path]:
+        return self.staged.products
+
+    def factors(self, weights: Tree, x_BTD: Array, context: Context) -> Factors:
+        return self._in_parts(self.staged.factors, "blocks", None, None, out_axes=0)(weights, x_BTD, context)
+
+    def weight_gradients(self, weights: Tree, factors: Factors) -> dict[Path, Array]:
+        forms = flatten_dict(self.forms["blocks"])
+        axes = {path: forms[path].axis for path in self.products}
+        return self._in_parts(self.staged.weight_gradients, "blocks", 0, out_axes=axes)(idle(weights), factors)
+
+    def _in_parts(self, function: Callable, weights: str, *others: int | None, out_axes: Any = None) -> Callable:
+        axes = jax.tree.map(lambda form: form.axis, self.forms[weights])
+        return in_parts(function, self.count, (axes, *others), out_axes)

@@ -1,0 +1,56 @@
+"""What `--bitwise` has been tested with. All else is refused by name."""
+
+from collections.abc import Collection
+from operator import attrgetter
+
+from megajax.core.config import StepConfig
+from megajax.core.errors import UserError
+from megajax.core.options import counted, options
+from megajax.settings.config import Config
+from megajax.settings.option_errors import as_flag
+
+_ANY: Collection = ()
+_MOST_TERMS = 2**16  # rows times parts: a digit of their sums has at least 14 bits then
+_MODEL = (
+    "num_layers hidden_size num_heads num_kv_heads head_size mlp_size sequence_length vocab_size vocab_multiple "
+    "norm_epsilon positions bias query_key_norm query_key_norm_over attention_sinks tied_embedding scaled_embedding "
+    "query_scalar dropout init_std layer_order head num_classes scan_layers rope_theta rope_factor "
+    "rope_low_frequency rope_high_frequency rope_original_length sliding_window window_layers window_rope_theta"
+)
+_OPTIMIZER = (
+    "learning_rate decay_steps schedule cooldown_steps cooldown_shape warmup_steps warmup_fraction min_learning_rate "
+    "beta1 beta2 epsilon weight_decay clip_norm skip_above zero overlap_reductions overlap_gathers"
+)
+TESTED: dict[str, Collection] = {
+    **dict.fromkeys(("seed", "bitwise", "deterministic", "mesh.data", "mesh.pipe", "mesh.tensor"), _ANY),
+    **dict.fromkeys(("pipeline.schedule", "pipeline.chunks", "pipeline.layers", "pipeline.weight_gradients"), _ANY),
+    **dict.fromkeys(("train.global_batch", "train.microbatch", "train.remat", "train.freeze"), _ANY),
+    **{f"model.{name}": _ANY for name in _MODEL.split()},
+    **{f"optimizer.{name}": _ANY for name in _OPTIMIZER.split()},
+    **dict.fromkeys(("loss_scale.initial", "data.reset_attention"), _ANY),
+    "precision": ("fp32", "bf16", "fp16"),
+    "model.family": ("decoder", "bert"),
+    "model.norm": ("layernorm", "rmsnorm", "rmsnorm-1p"),
+    "model.activation": ("auto", "gelu", "gelu-tanh", "swiglu", "geglu-tanh"),
+    "model.rope_scaling": ("none", "linear", "llama3"),
+    "model.attention_gate": ("none", "sigmoid"),
+    "model.attention": ("auto", "blocks"),
+}
+"""Options of a step with any value, or with those that are named; all others must have their defaults."""
+
+
+def check_bitwise(config: Config) -> None:
+    """Refuse what has not been tested with `--bitwise`."""
+    if not config.bitwise:
+        return
+    for key, option in options(StepConfig).items():
+        value, valid = attrgetter(key)(config), TESTED.get(key, (option.default,))
+        if valid and value not in valid:
+            alone = ", ".join(as_flag(key, each) for each in valid)
+            raise UserError(f"{as_flag(key, value)} with --bitwise {config.bitwise}; valid: {alone}, or --bitwise 0")
+    rows = config.train.global_batch * config.bitwise
+    if rows > _MOST_TERMS:
+        valid = counted(_MOST_TERMS // config.bitwise, "sequence")
+        raise UserError(
+            f"--train.global-batch {config.train.global_batch} with --bitwise {config.bitwise}; valid: at most {valid}"
+        )

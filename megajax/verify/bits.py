@@ -1,0 +1,50 @@
+"""With `--bitwise`: the bits of a run's numbers on its mesh and on one device."""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from megajax.core.program.program import Program
+from megajax.core.program.train_step import train_step
+from megajax.data.synthetic import placed_batch
+from megajax.settings.config import Config
+from megajax.verify.comparison import Leaves, beside_the_scale
+from megajax.verify.forms import with_axes
+from megajax.verify.run import drawn_state
+from megajax.verify.verdict import Finding
+
+STEPS = 20  # a lost bit may need ten to show
+_SIZES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def same_bits(config: Config, devices: Sequence[jax.Device], steps: int = STEPS) -> Finding:
+    """Compare every number of each step on the mesh with what one device has: losses, norms and other metrics, and the
+    whole state after it. As in training, the programs are optimized."""
+    name, count = f"{config.precision} bits of {steps} steps", 0
+    runs = (_run(each, devices, steps) for each in (with_axes(config, ()), config))
+    for step, (expected, actual) in enumerate(zip(*runs, strict=True), 1):
+        count = len(expected)
+        wrong = {leaf: n for leaf in expected if (n := _different(expected[leaf], actual[leaf]))}
+        if wrong:
+            first, number = next(iter(wrong.items()))
+            return Finding(name, len(wrong), 0, f"step {step}, {first}: {number} of {expected[first].size} numbers")
+    return Finding(name, 0, 0, f"{count} arrays in each")
+
+
+def _run(config: Config, devices: Sequence[jax.Device], steps: int) -> Iterator[Leaves]:
+    """Of every step, the metrics and the canonical state after it."""
+    program = Program.on(config, list(devices)[: config.mesh.num_devices])
+    state, step = program.layout.from_canonical(drawn_state(program)), train_step(program)
+    for number in range(steps):
+        state, metrics = step(state, placed_batch(program, number))
+        leaves = beside_the_scale(program.layout.canonical(state))
+        yield {f"metrics/{name}": np.asarray(value) for name, value in metrics.items()} | {
+            jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves
+        }
+
+
+def _different(expected: np.ndarray, actual: np.ndarray) -> int:
+    """How many numbers have other bits."""
+    kind = _SIZES[expected.dtype.itemsize]
+    return int(np.sum(np.ascontiguousarray(expected).view(kind) != np.ascontiguousarray(actual).view(kind)))
