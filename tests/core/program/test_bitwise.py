@@ -26,7 +26,7 @@ BERT = {"family": "bert", "activation": "gelu", "layer_order": "post"}
 @pytest.mark.parametrize(
     ("parts", "mesh", "others"),
     [
-        (4, (2, 2, 2), DECODER | {"zero": 3, "weight_gradients": "deferred", "dropout": 0.1, "precision": "bf16"}),
+        (4, (2, 2, 2), DECODER | {"zero": 3, "weight_gradients": "deferred", "dropout": 0.1}),
         full(1, (8, 1, 1), DECODER | {"dropout": 0.1}),
         full(1, (2, 2, 1), DECODER | ALL | {"precision": "bf16"}),
         full(4, (1, 1, 4), DECODER | {"remat": "layer", "dropout": 0.1}),
