@@ -31,6 +31,7 @@ _PATIENCE = {
 # crashes (#40412). Other versions may not know the flag, and exit if it is set.
 _FAULTY_REDUCTIONS = (0, 10, 2), (0, 11, 2)  # first faulty version, first fixed version
 _OFFLOADED = "--xla_cpu_experimental_ynn_fusion_type"
+_EMITTERS = "--xla_cpu_use_fusion_emitters"
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # <malloc.h>
 
@@ -57,6 +58,8 @@ def start(config: Config) -> None:
     runs = backends_are_initialized()  # then JAX has already read its flags
     if not runs:
         avoid_known_faults()
+    if config.bitwise and _flags().get(_EMITTERS, "").endswith("=false"):  # without fusions they compute wrong sums
+        raise UserError(f"XLA_FLAGS={_EMITTERS}=false with --bitwise {config.bitwise}; valid: without this flag")
     if config.distributed.process_id <= 0 and reductions_are_faulty():
         why = "JAX was used before megajax could set" if runs else "XLA_FLAGS overrides what avoids it:"
         _warn_of_reductions(why, os.environ.get("XLA_FLAGS", ""))

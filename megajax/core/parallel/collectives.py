@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from megajax.core.axes import CONTEXT, PIPE, REPLICA, TENSOR
-from megajax.core.parallel.fixed_tree import Parts, active, apart, pairwise, together
+from megajax.core.parallel.fixed_tree import Parts, active, apart, of_all_parts, pairwise
 
 Axes = str | tuple[str, ...]
 
@@ -47,12 +47,12 @@ def _f_in_parts(axes: Axes, count: int, x: Array, index: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _g_in_parts(axes: Axes, count: int, x: Array, index: Array) -> Array:
-    return together(partial(_in_tree, axes), count, x)
+    return of_all_parts(partial(_in_tree, axes), count, x)
 
 
 _f_in_parts.defvjp(
     lambda axes, count, x, index: (_f_in_parts(axes, count, x, index), None),
-    lambda axes, count, _, grad: (together(partial(_in_tree, axes), count, grad), None),
+    lambda axes, count, _, grad: (of_all_parts(partial(_in_tree, axes), count, grad), None),
 )
 _g_in_parts.defvjp(
     lambda axes, count, x, index: (_g_in_parts(axes, count, x, index), index),
@@ -79,7 +79,7 @@ def _in_tree(axes: Axes, x_P: Array) -> Array:
 def max_over(x: Array, axes: Axes) -> Array:
     """Maximum over `axes` (not differentiable)."""
     if parts := _parts_of(axes):
-        x = together(partial(jnp.max, axis=0), parts.count, x)
+        x = of_all_parts(partial(jnp.max, axis=0), parts.count, x)
     return lax.pmax(x, axes)
 
 

@@ -50,7 +50,7 @@ def in_parts(function: Callable, count: int, in_axes: Any, out_axes: Any = None)
     return lambda *args: mapped(jnp.arange(count, dtype=jnp.int32), *args)
 
 
-def together(function: Callable[[Array], Array], count: int, x: Array) -> Array:
+def of_all_parts(function: Callable[[Array], Array], count: int, x: Array) -> Array:
     """`function` of `x` from all parts, [parts, …], whose result is the same in all of them."""
 
     @custom_vmap
@@ -61,24 +61,19 @@ def together(function: Callable[[Array], Array], count: int, x: Array) -> Array:
     return run(x)
 
 
-def dealt(function: Callable[[Array], Array], x: Array, index: Array) -> Array:
-    """What a part gets of the result of `function` of `x` from all parts, [parts, …] both."""
-
-    @custom_vmap
-    def run(x: Array, index: Array) -> Array:
-        return function(x[None])[0]
-
-    @run.def_vmap
-    def _(size: int, mapped: list[bool], x: Array, index: Array) -> tuple[Array, bool]:
-        return function(x if mapped[0] else jnp.broadcast_to(x, (size, *x.shape))), True
-
-    return run(x, index)
-
-
 def apart(x: Array, index: Array) -> Array:
     """`x` in every part by itself, so that products with it have the same shapes with any number of parts. The barrier
     keeps the compiler from seeing that it is the same in all."""
-    return dealt(lax.optimization_barrier, x, index)
+
+    @custom_vmap
+    def run(x: Array, index: Array) -> Array:
+        return x
+
+    @run.def_vmap
+    def _(size: int, mapped: list[bool], x: Array, index: Array) -> tuple[Array, bool]:
+        return lax.optimization_barrier(x if mapped[0] else jnp.broadcast_to(x, (size, *x.shape))), True
+
+    return run(x, index)
 
 
 def pairwise(x_P: Array) -> Array:

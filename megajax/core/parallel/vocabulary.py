@@ -16,7 +16,6 @@ from megajax.core.backend import Backend
 from megajax.core.batch import IGNORED
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import TENSOR, Axes, axis_index, g, max_over
-from megajax.core.parallel.fixed_tree import active
 from megajax.core.parallel.products import product, spread
 from megajax.core.precision import at_least_fp32
 
@@ -45,8 +44,7 @@ def output_logits(
     bias_V: Array | None = None,
 ) -> Array:
     """This device's columns of the logits; padded columns (ids from `vocab_size` up) get zero probability."""
-    table_DV = lax.optimization_barrier(table_VD.T) if active() else table_VD.T
-    logits_BTV = product(boundary.enter(x_BTD, boundary.vocabulary), table_DV, 1, backend)
+    logits_BTV = product(boundary.enter(x_BTD, boundary.vocabulary), table_VD.T, 1, backend)
     if bias_V is not None:
         logits_BTV += spread(bias_V, logits_BTV)
     local_size = table_VD.shape[0]
