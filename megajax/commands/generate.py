@@ -56,6 +56,8 @@ def main(argv: Sequence[str]) -> None:
     from megajax.host.processes import is_first_process
 
     prompts = _prompts(args)
+    if options.logprobs and not args.json:
+        raise UserError("--logprobs without --json; valid: with --json, which prints them")
     chat = args.chat or args.interactive
     variables = template_args(getattr(args, "template_args", ""), "--template-args")
     if variables and not chat:

@@ -23,12 +23,14 @@ from megajax.core.program.program import Program
 from megajax.core.trees import Tree
 from megajax.generation.choice import Sampling, prompt_bits
 from megajax.generation.programs import ROWS, TOKENS_AT_ONCE, DecodingPrograms, State
+from megajax.generation.whole_texts import WholeTexts
 from megajax.host.phases import phase
 
 SHORTEST = 16  # prompts are padded to this length or the next power of two, so that few lengths are compiled
 
 
 Stop = Literal["end", "stop", "length", "context"]
+_New = dict[int, tuple[list[int], Stop | None, list[float]]]  # by row, as in `Piece`
 
 
 class Piece(NamedTuple):
@@ -37,14 +39,18 @@ class Piece(NamedTuple):
     number: int  # of the prompt, from 0
     ids: list[int]
     stopped_by: Stop | None  # why these are the last: an end id, a stop, the requested number, or the context
+    logprobs: list[float]  # the log-probability of each id, in nats, if it was asked for
 
 
 class Decoder:
     """A model that continues prompts, on the mesh of a program without a pipe. All processes make one, call its methods
     together and get the same ids."""
 
-    def __init__(self, program: Program, params: Tree, sampling: Sampling, ends: Collection[int]):
-        """`params` are the program's; a continuation ends before any of the ids in `ends`."""
+    def __init__(
+        self, program: Program, params: Tree, sampling: Sampling, ends: Collection[int], *, logprobs: bool = False
+    ):
+        """`params` are the program's; a continuation ends before any of the ids in `ends`; with `logprobs` its ids have
+        log-probabilities."""
         self._config, self._mesh = program.config.model, program.mesh
         if not FAMILIES[self._config.family].generates:
             valid = "layers that do, megajax.Family(…, generates=True)"
@@ -53,13 +59,17 @@ class Decoder:
         self._sampling, self._on_devices = sampling, DecodingPrograms(program, sampling, ends)
         of_weights = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), self._on_devices.specs)
         self._unstack = jax.jit(self._on_devices.unstacked, out_shardings=of_weights)
-        self._weights = self._unstack(params)
+        self._ends, self._logprobs, self._bitwise = frozenset(ends), logprobs, program.config.bitwise > 0
+        self._whole = WholeTexts(program, sampling) if logprobs or self._bitwise else None
         self._programs: dict[tuple, Callable] = {}
         self.compile_seconds = 0.0  # so far
+        self.renew(params)
 
     def renew(self, params: Tree) -> None:
         """Continue with other weights of the same program."""
         self._weights = self._unstack(params)
+        if self._whole:
+            self._whole.params = params
 
     def stream(
         self,
@@ -75,27 +85,72 @@ class Decoder:
         rows = -(-min(batch, len(prompts)) // self._row_shards) * self._row_shards
         # A prompt's last new token may be the first one outside the context.
         limits = [min(max_tokens, self._config.sequence_length - len(prompt) + 1) for prompt in prompts]
-        missing = list(limits)
         for start in range(0, len(prompts), batch):
             some = slice(start, min(start + batch, len(prompts)))
-            running = list(range(some.start, some.stop))
-            inputs = self._inputs(prompts[some], limits[some], bits[some], rows)
-            for tokens_BN in self._dispatches(inputs, max(limits[some])):
-                for index in list(running):
-                    ids = [token for token in tokens_BN[index - start].tolist() if token != IGNORED]
-                    missing[index] -= len(ids)
-                    stopped_by: Stop | None = None
+            running = set(range(some.start, some.stop))
+            for new in (self._verified if self._whole else self._drafts)(prompts[some], limits[some], bits[some], rows):
+                for index, (ids, stopped_by, logprobs) in ((start + row, of_row) for row, of_row in new.items()):
+                    if index not in running:
+                        continue
                     if stops and (stop := stops(index, ids)) is not None:
                         ids, stopped_by = ids[:stop], "stop"
-                    elif missing[index] == 0:
-                        stopped_by = "length" if limits[index] == max_tokens else "context"
-                    elif len(ids) < tokens_BN.shape[1]:
-                        stopped_by = "end"
+                    elif stopped_by == "length" and limits[index] < max_tokens:
+                        stopped_by = "context"
                     if stopped_by:
                         running.remove(index)
-                    yield Piece(index, ids, stopped_by)
+                    yield Piece(index, ids, stopped_by, logprobs[: len(ids)])
                 if not running:
                     break
+
+    def _drafts(
+        self, prompts: Sequence[Sequence[int]], limits: list[int], bits: RandomBits, rows: int
+    ) -> Iterator[_New]:
+        """New ids of a batch of prompts, as the cache gives them, dispatch by dispatch."""
+        missing = dict(enumerate(limits))  # of rows that run
+        for tokens_BN in self._dispatches(self._inputs(prompts, limits, bits, rows), max(limits)):
+            new: _New = {}
+            for row in list(missing):
+                ids = [token for token in tokens_BN[row].tolist() if token != IGNORED]
+                missing[row] -= len(ids)
+                ended = len(ids) < tokens_BN.shape[1]
+                new[row] = ids, "length" if missing[row] == 0 else "end" if ended else None, []
+                if new[row][1]:
+                    del missing[row]
+            yield new
+
+    def _verified(
+        self, prompts: Sequence[Sequence[int]], limits: list[int], bits: RandomBits, rows: int
+    ) -> Iterator[_New]:
+        """Whole continuations of a batch of prompts. With `--bitwise` they are what whole texts choose: those of the
+        cache, up to the first id that whole texts choose otherwise, which it continues from."""
+        assert self._whole
+        ids, done = [list[int]() for _ in prompts], dict[int, Stop]()
+        while left := [row for row in range(len(prompts)) if row not in done]:
+            begun = [[*prompts[row], *ids[row]] for row in left]
+            room, own_bits = [limits[row] - len(ids[row]) for row in left], bits[np.array(left)]
+            drafts = [list[int]() for _ in left]
+            for new in self._drafts(begun, room, own_bits, rows):
+                for place, (more, stopped_by, _) in new.items():
+                    drafts[place] += more
+                    if stopped_by:
+                        done[left[place]] = stopped_by
+            if not self._bitwise:
+                ids = drafts
+                continue
+            chosen = self._whole.choices(begun, drafts, room, own_bits)
+            for row, draft, tokens, most in zip(left, drafts, chosen, room, strict=True):
+                done.pop(row)
+                for place, token in enumerate(tokens):
+                    if token in self._ends:
+                        done[row] = "end"
+                        break
+                    ids[row].append(token)
+                    if place + 1 == most:
+                        done[row] = "length"
+                    if draft[place : place + 1] != [token]:
+                        break
+        logprobs = self._whole.logprobs(prompts, ids) if self._logprobs else [[]] * len(prompts)
+        yield {row: (ids[row], done[row], logprobs[row]) for row in range(len(prompts))}
 
     def _inputs(self, prompts: Sequence[Sequence[int]], limits: list[int], bits: RandomBits, rows: int) -> State:
         """A batch's prompts as sharded arrays; rows without a prompt are stopped from the start."""
@@ -115,7 +170,10 @@ class Decoder:
 
     def _dispatches(self, inputs: State, most: int) -> Iterator[np.ndarray]:
         """The tokens of every dispatch [B, N], `IGNORED` where a row has stopped; the next one is already running."""
-        num_slots = inputs["tokens"].shape[1] + -(-(most - 1) // TOKENS_AT_ONCE) * TOKENS_AT_ONCE
+        free = -(-(most - 1) // TOKENS_AT_ONCE) * TOKENS_AT_ONCE
+        if self._bitwise:  # few lengths are compiled, whatever is left after the first draft
+            free = 1 << (free - 1).bit_length() if free else 0
+        num_slots = inputs["tokens"].shape[1] + free
         prefill, specs = partial(self._on_devices.prefill, num_slots), self._on_devices.state_specs
         state, tokens_BN = self._run(("prefill", num_slots), prefill, inputs, ROWS)
         for _ in range(1, most, TOKENS_AT_ONCE):

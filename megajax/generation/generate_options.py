@@ -36,6 +36,9 @@ class GenerateOptions:
         "end a continuation before the first of these texts",
         Range(lambda given: given != "" and "" not in tuple(given), "one character or more"),
     ] = ()
+    logprobs: Annotated[
+        bool, "also give the log-probability of every new token, as scoring the whole text gives it"
+    ] = False
     seed: Annotated[int, "random seed", SEED] = 0
     batch: Annotated[int, "prompts per batch", between(1, 100_000)] = 8
 

@@ -57,12 +57,14 @@ class Writer:
         starts = [prompt if isinstance(prompt, str) else "" for prompt in prompts]
         screen = Screen(self._tokenizer, starts, ids, options.stop) if show and is_first_process() else None
         new: list[list[int]] = [[] for _ in prompts]
+        logprobs: list[list[float]] = [[] for _ in prompts]
         stops: list[str | None] = [None] * len(prompts)
         began, compiled = time.perf_counter(), decoder.compile_seconds
         ends = Stops(self._tokenizer, ids, options.stop)
         pieces = decoder.stream(ids, max_tokens=options.max_tokens, batch=options.batch, stops=ends)
-        for index, more, stopped_by in pieces:
+        for index, more, stopped_by, of_more in pieces:
             new[index] += more
+            logprobs[index] += of_more
             stops[index] = stopped_by
             if screen:
                 screen.add(index, more, finished=stopped_by is not None)
@@ -74,8 +76,11 @@ class Writer:
                 "prompt_tokens": len(prompt),
                 "tokens": len(continuation),
                 "stopped_by": stopped_by,
+                **({"ids": continuation, "logprobs": of_ids} if options.logprobs else {}),
             }
-            for original, prompt, continuation, stopped_by in zip(prompts, ids, new, stops, strict=True)
+            for original, prompt, continuation, stopped_by, of_ids in zip(
+                prompts, ids, new, stops, logprobs, strict=True
+            )
         ]
         tokens = sum(map(len, new))
         return {
@@ -124,6 +129,8 @@ class Writer:
             trained = TrainedModel.restore(self._run_dir, self._config, self._step)
             # The decoder stores the weights in another form.
             sampling = Sampling.of(self._options)
-            self._decoder = Decoder(trained.program, trained.params, sampling, self._tokenizer.ends)
+            self._decoder = Decoder(
+                trained.program, trained.params, sampling, self._tokenizer.ends, logprobs=self._options.logprobs
+            )
             self._found_step = trained.step
         return self._decoder

@@ -89,7 +89,7 @@ class Model:
         self._forward: dict[int, Program] = {}  # by number of rows in a batch
         self._of_loss: dict[Any, Program] = {}
         self._called: set[tuple[str, int]] = set()  # functions and numbers of rows that are compiled
-        self._decoders: dict[tuple[Sampling, frozenset[int]], Decoder] = {}  # only the last one
+        self._decoders: dict[tuple[Sampling, frozenset[int], bool], Decoder] = {}  # only the last one
 
     def __repr__(self) -> str:
         config, model = self.config, self.config.model
@@ -303,10 +303,11 @@ class Model:
             options: `max_tokens` (64), `temperature` (0.8; 0: always the most probable token), `top_k`, `top_p`,
                 `min_p`, `repetition_penalty`, `stop` (texts before which a continuation ends; its ids include those of
                 the text that it stops at), `seed`, `batch` (prompts processed together, 8), like the flags of `megajax
-                generate`.
+                generate`; `logprobs`.
 
         Returns:
-            One text, or one per prompt; for token ids the new ids.
+            One text, or one per prompt; for token ids the new ids. With `logprobs`, a pair of that and the
+            log-probabilities of the new ids, in nats, as scoring the whole texts gives them: a list, or one per prompt.
         """
         known = {field.name for field in dataclasses.fields(GenerateOptions)}
         if unknown := set(options) - known:
@@ -317,12 +318,13 @@ class Model:
         chosen = GenerateOptions(**options)
         check(chosen)
         if isinstance(prompts, str):
-            return self.generate([prompts], transform=transform, **options)[0]
+            both = self.generate([prompts], transform=transform, **options)
+            return tuple(each[0] for each in both) if chosen.logprobs else both[0]
         if not isinstance(prompts, Iterable):
             raise UserError(f"generate: prompts {prompts!r}; valid: a text, a list of texts, or of lists of token ids")
         prompts = list(prompts)
         if not prompts:
-            return []
+            return ([], []) if chosen.logprobs else []
         of_text = any(isinstance(prompt, str) for prompt in prompts)
         if of_text:
             tokenizer = self._check_tokenizer()
@@ -332,17 +334,19 @@ class Model:
                 raise UserError("generate: a prompt contains half a character (\\ud800 to \\udfff); valid: text")
             prompts = [tokenizer.encode_prompt(prompt) for prompt in prompts]
         ids = [prompt_ids(self.config, prompt, number) for number, prompt in enumerate(prompts, start=1)]
-        new: list[list[int]] = [[] for _ in ids]
+        new, logprobs = ([list[Any]() for _ in ids] for _ in range(2))
         with progress():
             stops = Stops(self._check_tokenizer(), ids, chosen.stop) if chosen.stop else None
             for piece in self._decoder(chosen, self._used(transform)).stream(
                 ids, max_tokens=chosen.max_tokens, batch=chosen.batch, stops=stops
             ):
                 new[piece.number] += piece.ids
-        if not of_text:
-            return new
-        texts = (continuation_text(tokenizer, prompt, more, chosen.stop) for prompt, more in zip(ids, new, strict=True))
-        return [*texts]
+                logprobs[piece.number] += piece.logprobs
+        found: list[Any] = new
+        if of_text:
+            pairs = zip(ids, new, strict=True)
+            found = [continuation_text(tokenizer, prompt, more, chosen.stop) for prompt, more in pairs]
+        return (found, logprobs) if chosen.logprobs else found
 
     def evaluate(self, data: str | Path, *, transform: Callable[..., Any] | None = None) -> dict[str, Any]:
         """Loss per token in nats, perplexity, number of tokens and bits per byte on a text, as in `megajax eval
@@ -478,11 +482,11 @@ class Model:
                 "mesh.pipe 1, optimizer.zero 0 or 1"
             )
         ends = frozenset(self.tokenizer.ends if self.tokenizer else [])  # `batches` may have set the tokenizer since
-        key = sampling, ends
+        key = sampling, ends, options.logprobs
         if key in self._decoders:
             self._decoders[key].renew(params)
         else:
-            self._decoders = {key: Decoder(self.program, params, sampling, ends)}
+            self._decoders = {key: Decoder(self.program, params, sampling, ends, logprobs=options.logprobs)}
         return self._decoders[key]
 
     def _check_tokenizer(self) -> Tokenizer:

@@ -5,6 +5,7 @@ from operator import attrgetter
 
 from megajax.core.config import StepConfig
 from megajax.core.errors import UserError
+from megajax.core.models.registry import FAMILIES
 from megajax.core.options import counted, options
 from megajax.settings.config import Config
 from megajax.settings.option_errors import as_flag
@@ -24,10 +25,12 @@ _OPTIMIZER = (
 TESTED: dict[str, Collection] = {
     **dict.fromkeys(("seed", "bitwise", "deterministic", "mesh.data", "mesh.pipe", "mesh.tensor"), _ANY),
     **dict.fromkeys(("pipeline.schedule", "pipeline.chunks", "pipeline.layers", "pipeline.weight_gradients"), _ANY),
-    **dict.fromkeys(("train.global_batch", "train.microbatch", "train.remat", "train.freeze"), _ANY),
+    **dict.fromkeys(
+        ("train.global_batch", "train.microbatch", "train.remat", "train.freeze", "sequence_parallel"), _ANY
+    ),
     **{f"model.{name}": _ANY for name in _MODEL.split()},
     **{f"optimizer.{name}": _ANY for name in _OPTIMIZER.split()},
-    **dict.fromkeys(("loss_scale.initial", "data.reset_attention"), _ANY),
+    **dict.fromkeys(("loss_scale.initial", "data.reset_attention", "sequence_parallel"), _ANY),
     "precision": ("fp32", "bf16", "fp16"),
     "model.family": ("decoder", "bert"),
     "model.norm": ("layernorm", "rmsnorm", "rmsnorm-1p"),
@@ -48,6 +51,9 @@ def check_bitwise(config: Config) -> None:
         if valid and value not in valid:
             alone = ", ".join(as_flag(key, each) for each in valid)
             raise UserError(f"{as_flag(key, value)} with --bitwise {config.bitwise}; valid: {alone}, or --bitwise 0")
+    if config.sequence_parallel and config.bitwise > 1 and not FAMILIES[config.model.family].continues_text:
+        with_family = f"--bitwise {config.bitwise} and --model.family {config.model.family}"
+        raise UserError(f"--sequence-parallel with {with_family}; valid: --no-sequence-parallel, or --bitwise 0")
     rows = config.train.global_batch * config.bitwise
     if rows > _MOST_TERMS:
         valid = counted(_MOST_TERMS // config.bitwise, "sequence")

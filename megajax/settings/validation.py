@@ -121,11 +121,12 @@ def _check_training_on_mesh(config: Config, num_devices: int) -> None:
     name = f"--train.global-batch / ({divisors})"
     check_table(config.pipeline, config.mesh.pipe, config.train.global_batch // rows, name)
     check_context(config)
-    length, tensor = config.model.sequence_length, config.mesh.tensor
-    if config.sequence_parallel and length % tensor:
+    length, ranks = config.model.sequence_length, config.bitwise or config.mesh.tensor
+    if config.sequence_parallel and length % ranks:
+        flag = "--bitwise" if config.bitwise else "--mesh.tensor"
         raise UserError(
-            f"--sequence-parallel: --mesh.tensor {tensor} does not divide --model.sequence-length {length}; "
-            f"valid: --no-sequence-parallel, or a --mesh.tensor that does, such as {math.gcd(length, tensor)}"
+            f"--sequence-parallel: {flag} {ranks} does not divide --model.sequence-length {length}; "
+            f"valid: --no-sequence-parallel, or a {flag} that does, such as {math.gcd(length, ranks)}"
         )
 
 

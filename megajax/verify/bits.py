@@ -1,6 +1,6 @@
 """With `--bitwise`: the bits of a run's numbers on its mesh and on one device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -21,18 +21,23 @@ _SIZES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 def same_bits(config: Config, devices: Sequence[jax.Device], steps: int = STEPS) -> Finding:
     """Compare every number of each step on the mesh with what one device has: losses, norms and other metrics, and the
     whole state after it. As in training, the programs are optimized."""
-    name, count = f"{config.precision} bits of {steps} steps", 0
-    runs = (_run(each, devices, steps) for each in (with_axes(config, ()), config))
-    for step, (expected, actual) in enumerate(zip(*runs, strict=True), 1):
-        count = len(expected)
-        wrong = {leaf: n for leaf in expected if (n := _different(expected[leaf], actual[leaf]))}
+    name = f"{config.precision} bits of {steps} steps"
+    return compared(name, *(numbers(each, devices, steps) for each in (with_axes(config, ()), config)))
+
+
+def compared(name: str, expected: Iterable[Leaves], actual: Iterable[Leaves]) -> Finding:
+    """The first step and array with other bits, if any has."""
+    count = 0
+    for step, (right, here) in enumerate(zip(expected, actual, strict=True), 1):
+        count = len(right)
+        wrong = {leaf: n for leaf in right if (n := _different(right[leaf], here[leaf]))}
         if wrong:
             first, number = next(iter(wrong.items()))
-            return Finding(name, len(wrong), 0, f"step {step}, {first}: {number} of {expected[first].size} numbers")
+            return Finding(name, len(wrong), 0, f"step {step}, {first}: {number} of {right[first].size} numbers")
     return Finding(name, 0, 0, f"{count} arrays in each")
 
 
-def _run(config: Config, devices: Sequence[jax.Device], steps: int) -> Iterator[Leaves]:
+def numbers(config: Config, devices: Sequence[jax.Device], steps: int) -> Iterator[Leaves]:
     """Of every step, the metrics and the canonical state after it."""
     program = Program.on(config, list(devices)[: config.mesh.num_devices])
     state, step = program.layout.from_canonical(drawn_state(program)), train_step(program)

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from megajax.core.axes import CONTEXT, PIPE, REPLICA, TENSOR
-from megajax.core.parallel.fixed_tree import Parts, active, apart, of_all_parts, pairwise
+from megajax.core.parallel.fixed_tree import Parts, active, apart, of_all_parts, of_each_part, pairwise
 
 Axes = str | tuple[str, ...]
 
@@ -47,12 +47,12 @@ def _f_in_parts(axes: Axes, count: int, x: Array, index: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _g_in_parts(axes: Axes, count: int, x: Array, index: Array) -> Array:
-    return of_all_parts(partial(_in_tree, axes), count, x)
+    return of_all_parts(partial(sum_in_tree, axes), count, x)
 
 
 _f_in_parts.defvjp(
     lambda axes, count, x, index: (_f_in_parts(axes, count, x, index), None),
-    lambda axes, count, _, grad: (of_all_parts(partial(_in_tree, axes), count, grad), None),
+    lambda axes, count, _, grad: (of_all_parts(partial(sum_in_tree, axes), count, grad), None),
 )
 _g_in_parts.defvjp(
     lambda axes, count, x, index: (_g_in_parts(axes, count, x, index), index),
@@ -60,7 +60,7 @@ _g_in_parts.defvjp(
 )
 
 
-def _in_tree(axes: Axes, x_P: Array) -> Array:
+def sum_in_tree(axes: Axes, x_P: Array) -> Array:
     """The sum over a device's parts and over the axes, in one tree; an all-reduce sends as many bytes."""
     total = pairwise(x_P)
     for axis in reversed(entry_axes(axes)):
@@ -128,12 +128,44 @@ def at_place(x: Array, place: Array | int, dim: int = 0) -> Array:
 def gather_shards(x: Array, dim: int, axes: Axes, *, invariant: bool = False) -> Array:
     """All-gather the shards along `dim`; the transpose is `scatter_sum`. The result is typed as varying over the axes,
     or, if `invariant`, as identical on all their devices."""
+    if parts := _parts_of(axes):
+        return _gather_in_parts(dim, axes, parts.count, x, parts.index)
     return lax.all_gather(x, there(axes), axis=dim % x.ndim, tiled=True, to="invarying" if invariant else "varying")
 
 
 def scatter_sum(x: Array, dim: int, axes: Axes) -> Array:
     """Reduce-scatter: every device gets its shard, along `dim`, of the sum; the transpose is `gather_shards`."""
+    if parts := _parts_of(axes):
+        return _scatter_in_parts(dim, axes, parts.count, x, parts.index)
     return lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gather_in_parts(dim: int, axes: Axes, count: int, x: Array, index: Array) -> Array:
+    def whole(x_P: Array) -> Array:
+        return lax.all_gather(jnp.concatenate([*x_P], dim), axes, axis=dim, tiled=True, to="invarying")
+
+    return apart(lax.pcast(of_all_parts(whole, count, x), axes, to="varying"), index)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _scatter_in_parts(dim: int, axes: Axes, count: int, x: Array, index: Array) -> Array:
+    def shards(x_P: Array) -> Array:
+        of_devices = jnp.stack(jnp.split(pairwise(x_P), lax.axis_size(axes), dim))
+        mine = pairwise(lax.all_to_all(of_devices, axes, split_axis=0, concat_axis=0, tiled=True))
+        return jnp.stack(jnp.split(mine.astype(x_P.dtype), count, dim))
+
+    return of_each_part(shards, count, x)
+
+
+_gather_in_parts.defvjp(
+    lambda dim, axes, count, x, index: (_gather_in_parts(dim, axes, count, x, index), index),
+    lambda dim, axes, count, index, grad: (_scatter_in_parts(dim, axes, count, grad, index), None),
+)
+_scatter_in_parts.defvjp(
+    lambda dim, axes, count, x, index: (_scatter_in_parts(dim, axes, count, x, index), index),
+    lambda dim, axes, count, index, grad: (_gather_in_parts(dim, axes, count, grad, index), None),
+)
 
 
 def exchange(x: Array, divided: int, joined: int, axes: Axes) -> Array:

@@ -61,6 +61,17 @@ def of_all_parts(function: Callable[[Array], Array], count: int, x: Array) -> Ar
     return run(x)
 
 
+def of_each_part(function: Callable[[Array], Array], count: int, x: Array) -> Array:
+    """`function` of `x` from all parts, [parts, …], of whose result each part gets one entry."""
+
+    @custom_vmap
+    def run(x: Array) -> Array:
+        return function(jnp.broadcast_to(x, (count, *x.shape)))[0]
+
+    run.def_vmap(lambda size, mapped, x: (function(x), True))
+    return run(x)
+
+
 def apart(x: Array, index: Array) -> Array:
     """`x` in every part by itself, so that products with it have the same shapes with any number of parts. The barrier
     keeps the compiler from seeing that it is the same in all."""
@@ -74,6 +85,12 @@ def apart(x: Array, index: Array) -> Array:
         return lax.optimization_barrier(x if mapped[0] else jnp.broadcast_to(x, (size, *x.shape))), True
 
     return run(x, index)
+
+
+def in_chunks(x_T: Array, parts: int) -> Array:
+    """As many chunks of the first dim as there are parts, [parts, …], filled up with zeros."""
+    size = -(-len(x_T) // parts)
+    return jnp.pad(x_T, ((0, size * parts - len(x_T)), *[(0, 0)] * (x_T.ndim - 1))).reshape(parts, size, *x_T.shape[1:])
 
 
 def pairwise(x_P: Array) -> Array:

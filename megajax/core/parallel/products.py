@@ -18,9 +18,12 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.custom_batching import custom_vmap
 
 from megajax.core.backend import Backend
-from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.collectives import TENSOR, axis_size, sum_in_tree, vary, varying_axes
+from megajax.core.parallel.fixed_tree import active, in_chunks, pairwise
+from megajax.core.precision import at_least_fp32
 
 # The input of one or several products, followed by what its rule takes `beside` it, and each output's gradient.
 Pair = tuple[tuple[Any, ...], list[Array]]
@@ -144,16 +147,40 @@ def product(x: Array, weight: Array, inner: int, backend: Backend) -> Array:
 
 def spread(weight: Array, like: Array) -> Array:
     """A weight of the last dims of `like`, [*B, *M], for each of the others. Its gradient is summed in at least fp32:
-    JAX would sum in the compute dtype."""
-    return _spread(like.shape, weight)
+    JAX would sum in the compute dtype. In parts (`fixed_tree.py`), those of a weight that all of them share are sums
+    over the tokens of each part, whether it has only these or all, and are added up in the tree."""
+    return _spread(axis_size(TENSOR) if active() else 0, weight, like)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _spread(shape: tuple[int, ...], weight: Array) -> Array:
-    return jnp.broadcast_to(weight, shape)
+def _spread(parts: int, weight: Array, like: Array) -> Array:
+    @custom_vmap
+    def of(weight: Array, like: Array) -> Array:
+        return vary(jnp.broadcast_to(weight, like.shape), sorted(varying_axes(like)))
+
+    @of.def_vmap
+    def _(size: int, mapped: list[bool], weight: Array, like: Array) -> tuple[Array, bool]:
+        return jax.vmap(of.fun, [0 if each else None for each in mapped])(weight, like), True
+
+    return of(weight, like) if parts else jnp.broadcast_to(weight, like.shape)
 
 
-_spread.defvjp(
-    lambda shape, weight: (jnp.broadcast_to(weight, shape), weight.ndim),
-    lambda shape, dims, grad: (jnp.sum(grad, tuple(range(grad.ndim - dims))),),
-)
+def _spread_gradient(parts: int, weight: Array, grad: Array) -> tuple[Array, None]:
+    def summed(chunks: Array) -> Array:
+        return jnp.sum(chunks.astype(at_least_fp32(grad.dtype)), axis=1)
+
+    @custom_vmap
+    def of(weight: Array, grad: Array) -> Array:
+        return pairwise(summed(in_chunks(grad.reshape(-1, *weight.shape), parts))).astype(grad.dtype)
+
+    @of.def_vmap
+    def _(size: int, mapped: list[bool], weight: Array, grad: Array) -> tuple[Array, bool]:
+        sums_P = summed(grad.reshape(size, -1, *weight.shape[mapped[0] :]))
+        return (sums_P if mapped[0] else sum_in_tree(TENSOR, sums_P)).astype(grad.dtype), mapped[0]
+
+    if parts:
+        return of(weight, grad), None
+    return jnp.sum(grad, tuple(range(grad.ndim - weight.ndim))), None
+
+
+_spread.defvjp(lambda parts, weight, like: (_spread(parts, weight, like), weight), _spread_gradient)

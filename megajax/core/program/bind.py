@@ -214,11 +214,12 @@ def _coefficients(program: Program) -> dict[str, float]:
 def _declared_varying(program: Program, staged: StagedModel, params: Tree) -> tuple[Tree, Tree]:
     """The weights of the ends, and of the layers [v · n, …]. They are declared varying once, here: gradients then stay
     local sums until they are reduced, once per step."""
-    axes = (*BATCH_AXES, *SEQUENCE_AXES) if staged.boundary.sequence_parallel else BATCH_AXES
+    shared_over = SEQUENCE_AXES if staged.boundary.sequence_parallel else ()
     records = program.layout.weights
 
     def varying(x: Array, weight: Weight) -> Array:
-        return vary(x, (*BATCH_AXES, TENSOR) if weight.needs_tensor_sum else axes)
+        by_token = not (program.config.bitwise and [*weight.logical] == ["embed"])  # `products.spread` sums the others
+        return vary(x, (*BATCH_AXES, *((TENSOR,) if weight.needs_tensor_sum else shared_over if by_token else ())))
 
     def by_chunk(x: Array, weight: Weight) -> Array:
         return varying(x, weight).reshape(-1, *x.shape[3:])

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax import Array
 
@@ -70,17 +71,34 @@ class ModelInParts:
     def context(self, batch: Batch, row_B: Array) -> Context:
         return self.model.context(batch, row_B)
 
+    @property
+    def _tokens(self) -> int | None:
+        """The dim of an activation between regions whose parts are mapped over, with sequence parallelism."""
+        return self.staged.boundary.split
+
+    def _apart(self, x_BTD: Array) -> Array:
+        """An activation between regions as what is mapped over."""
+        return x_BTD if self._tokens is None else jnp.stack(jnp.split(x_BTD, self.count, self._tokens), self._tokens)
+
+    def _joined(self, x_BTD: Array) -> Array:
+        """The inverse."""
+        return x_BTD if self._tokens is None else x_BTD.reshape(x_BTD.shape[0], -1, x_BTD.shape[-1])
+
     def embed(self, shared: Tree, batch: Batch, context: Context) -> Array:
-        return self._in_parts(self.model.embed, "shared", None, None)(shared, batch, context)
+        embed = self._in_parts(self.model.embed, "shared", None, None, out_axes=self._tokens)
+        return self._joined(embed(shared, batch, context))
 
     def layer(
         self, weights: Tree, factors: Factors, layer: Array, x_BTD: Array, context: Context
     ) -> tuple[Array, Figures]:
-        function = self._in_parts(self.model.layer, "blocks", 0, None, None, None)
-        return function(weights, factors, layer, x_BTD, context)
+        axes = 0, None, self._tokens, None
+        function = self._in_parts(self.model.layer, "blocks", *axes, out_axes=(self._tokens, None))
+        x_BTD, figures = function(weights, factors, layer, self._apart(x_BTD), context)
+        return self._joined(x_BTD), figures
 
     def head(self, shared: Tree, x_BTD: Array, batch: Batch, context: Context) -> tuple[dict[str, Array], Figures]:
-        return self._in_parts(self.model.head, "shared", None, None, None)(shared, x_BTD, batch, context)
+        head = self._in_parts(self.model.head, "shared", self._tokens, None, None)
+        return head(shared, self._apart(x_BTD), batch, context)
 
     def with_ends(self, function: Callable, shared: Tree, *args: Any, columns: bool = False) -> Tree:
         axes = (None,) * len(args)
@@ -93,7 +111,8 @@ class ModelInParts:
         return self.staged.products
 
     def factors(self, weights: Tree, x_BTD: Array, context: Context) -> Factors:
-        return self._in_parts(self.staged.factors, "blocks", None, None, out_axes=0)(weights, x_BTD, context)
+        factors = self._in_parts(self.staged.factors, "blocks", self._tokens, None, out_axes=0)
+        return factors(weights, self._apart(x_BTD), context)
 
     def weight_gradients(self, weights: Tree, factors: Factors) -> dict[Path, Array]:
         forms = flatten_dict(self.forms["blocks"])

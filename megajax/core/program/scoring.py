@@ -33,7 +33,7 @@ def logits(program: Program) -> Wrapped:
     """(params, batch) -> logits [B, T, V] of every token, including padded columns, for language models and BERT's
     masked tokens."""
     specs = (program.layout.computed_specs, BATCH)
-    return program.compiled(_logits, specs, PartitionSpec(ROW_AXES, None, vocabulary_axes(program.config)))
+    return program.compiled(logits_of_rows, specs, PartitionSpec(ROW_AXES, None, vocabulary_axes(program.config)))
 
 
 def next_logits(program: Program) -> Wrapped:
@@ -52,7 +52,7 @@ def _answers(program: Program, method: str, params: Tree, batch: Batch) -> Tree:
     return jax.tree.map(lambda x: gather_shards(x.reshape(-1, *x.shape[2:]), 0, ROW_AXES, invariant=True), results)
 
 
-def _logits(program: Program, params: Tree, batch: Batch) -> Array:
+def logits_of_rows(program: Program, params: Tree, batch: Batch) -> Array:
     def head(ends: Any, x_BTD: Array, _: Batch) -> Array:
         result = ends.logits(x_BTD)
         return result[0] if isinstance(result, tuple) else result  # BERT also returns the logits of the order

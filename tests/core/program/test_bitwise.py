@@ -1,10 +1,12 @@
 """Training has the same bits on every mesh with `--bitwise` (docs/bitwise.md)."""
 
+import contextlib
 import dataclasses
 import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,13 +15,19 @@ import numpy as np
 import pytest
 from tiny import GEMMA, LLAMA, OLMO2, QWEN3, full, tiny_config, user_error
 
+from megajax.core.batch import IGNORED
+from megajax.core.errors import UserError
 from megajax.core.parallel import integer_sums
 from megajax.core.parallel.integer_sums import digit_bits, floats, integers
 from megajax.core.program.program import Program
-from megajax.core.program.scoring import logits, scores
-from megajax.data.synthetic import placed_batch
+from megajax.core.program.train_step import train_step
+from megajax.generation.choice import Sampling
+from megajax.generation.decoder import Decoder
+from megajax.settings.config import Config
 from megajax.settings.validation import validate
+from megajax.verify.bits import compared, numbers, same_bits
 from megajax.verify.run import drawn_state
+from megajax.verify.verdict import Finding
 
 DECODER = {"vocab_multiple": 8, "head_size": 4}
 ALL = {"schedule": "interleaved", "chunks": 2, "num_layers": 4, "zero": 3, "weight_gradients": "deferred"}
@@ -28,11 +36,19 @@ import pickle, sys
 from megajax.start.launch import avoid_known_faults
 avoid_known_faults()
 import jax
-jax.config.update("jax_num_cpu_devices", 8)
-from megajax.verify.bits import same_bits
-sys.stdout.buffer.write(pickle.dumps(same_bits(pickle.load(sys.stdin.buffer), jax.devices(), steps=3)))
+jax.config.update("jax_num_cpu_devices", 16)
+function, arguments = pickle.load(sys.stdin.buffer)
+sys.stdout.buffer.write(pickle.dumps(function(*arguments)))
 """
 BERT = {"family": "bert", "activation": "gelu", "layer_order": "post"}
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function of this file in a process with the compiler's own flags: those of tests have other
+    emitters."""
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    child, given = [sys.executable, "-c", _CHILD], pickle.dumps((function, arguments))
+    return pickle.loads(subprocess.run(child, input=given, env=environment, stdout=subprocess.PIPE, check=True).stdout)
 
 
 @pytest.mark.parametrize(
@@ -49,29 +65,80 @@ BERT = {"family": "bert", "activation": "gelu", "layer_order": "post"}
         full(4, (1, 1, 4), DECODER | GEMMA | {"precision": "bf16", "freeze": ("embedding", "layers.0")}),
         full(2, (2, 2, 2), DECODER | {"attention_sinks": True, "attention_gate": "sigmoid", "precision": "fp16"}),
         full(2, (2, 2, 2), BERT),
+        full(4, (2, 2, 2), DECODER | ALL | {"sequence_parallel": True, "dropout": 0.1}),
+        full(4, (1, 1, 4), DECODER | GEMMA | {"sequence_parallel": True, "precision": "bf16"}),
     ],
 )
 def test_every_mesh_has_the_bits_of_one_device(parts: int, mesh: tuple[int, ...], others: dict[str, Any]):
     config = dataclasses.replace(tiny_config(mesh, **others), bitwise=parts)
     validate(config, config.mesh.num_devices)
-    # In a process with the compiler's own flags: those of tests have other emitters.
-    environment = os.environ | {"XLA_FLAGS": ""}
-    child = [sys.executable, "-c", _CHILD]
-    run = subprocess.run(child, input=pickle.dumps(config), env=environment, stdout=subprocess.PIPE, check=True)
-    found = pickle.loads(run.stdout)
+    found = alone(bits_of_steps, config)
     assert found.passed, found
 
 
+def bits_of_steps(config: Config) -> Finding:
+    return same_bits(config, jax.devices(), steps=3)
+
+
 @pytest.mark.full
-def test_scores_and_logits_have_the_same_bits():
-    config, found = dataclasses.replace(tiny_config((1, 1, 1), **DECODER), bitwise=4), []
-    for mesh in ((1, 1, 1), (2, 1, 4)):
-        here = dataclasses.replace(tiny_config(mesh, **DECODER), bitwise=4)
-        program = Program.on(here, jax.devices()[: here.mesh.num_devices])
-        params = program.layout.from_canonical(drawn_state(program)).params
-        batch = placed_batch(program, 0)
-        found.append(jax.tree.map(np.asarray, (scores(program)(params, batch), logits(program)(params, batch))))
-    assert config.bitwise and jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), *found))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("words", [{}, LLAMA | {"rope_scaling": "none", "rope_factor": 1.0}, GEMMA, BERT])
+def test_random_meshes_have_the_bits_of_one_device(words: dict[str, Any], precision: str):
+    """Eight of up to 16 devices, 100 steps each, with whatever else may change in a run."""
+    rng, configs = np.random.default_rng(len(words)), list[Config]()
+    while len(configs) < 9:
+        mesh = tuple(int(rng.choice([1, 2, 4, 8])) for _ in range(3)) if configs else (1, 1, 1)
+        choices = {"schedule": ["gpipe", "1f1b", "interleaved"], "weight_gradients": ["together", "deferred"]}
+        choices |= {"zero": [0, 1, 3], "remat": ["none", "layer", "selective"], "sequence_parallel": [False, True]}
+        chosen = {name: rng.choice(np.array(each, object)) for name, each in choices.items()}
+        chosen |= {"chunks": 2 if chosen["schedule"] == "interleaved" else 1}
+        others = DECODER | words | {"precision": precision, "num_layers": 4} | (chosen if configs else {})
+        config = dataclasses.replace(tiny_config(mesh, **others), bitwise=8 if words == {} else 4)
+        with contextlib.suppress(UserError):
+            validate(config, 16)
+            configs.append(config)
+    wrong = alone(bits_of_meshes, configs)
+    assert not wrong, wrong
+
+
+def bits_of_meshes(configs: list[Config]) -> list[Any]:
+    expected, *others = (numbers(config, jax.devices(), 100) for config in configs)
+    first = list(expected)
+    found = [(config, compared("bits", first, each)) for config, each in zip(configs[1:], others, strict=True)]
+    return [(config, finding) for config, finding in found if not finding.passed]
+
+
+@pytest.mark.full
+def test_generated_ids_have_the_bits_of_scoring_and_of_the_step():
+    """With a cache, any batch and any mesh; of a step, the loss of one id alone is what is compared."""
+    found = alone(generated)
+    assert len(found) == 5 and all(each == found[0] for each in found), found
+
+
+def generated() -> list[Any]:
+    sizes, found = DECODER | QWEN3 | {"num_kv_heads": 4, "sliding_window": 0, "sequence_length": 32, "dropout": 0.0}, []
+    prompts = [np.random.default_rng(size).integers(0, 101, size).tolist() for size in (3, 7, 1)]
+    for mesh, batch in (((1, 1, 1), 3), ((1, 1, 1), 1), ((2, 1, 2), 2), ((1, 1, 4), 3)):
+        config = dataclasses.replace(tiny_config(mesh, precision="bf16", **sizes), bitwise=4)
+        program = Program.on(config, jax.devices()[: config.mesh.num_devices])
+        state = program.layout.from_canonical(drawn_state(program))
+        decoder = Decoder(program, state.params, Sampling(0.8, seed=1), (), logprobs=True)
+        pieces = decoder.stream(prompts, max_tokens=9, batch=batch)
+        found.append({piece.number: (piece.ids, piece.logprobs) for piece in pieces})
+    # As training sees them: in a batch of one text, each id in turn is the only target.
+    seen: dict[int, Any] = {}
+    for number, prompt in enumerate(prompts):
+        ids, losses = found[0][number][0], []
+        text = np.zeros((program.config.train.global_batch, 33), np.int32)
+        text[:, : len(prompt) + len(ids)] = [*prompt, *ids]
+        for place in range(len(prompt), len(prompt) + len(ids)):
+            targets = np.full_like(text[:, 1:], IGNORED)
+            targets[0, place - 1] = text[0, place]
+            batch = program.put_batch({"tokens": text[:, :-1], "targets": targets}, program.local_rows)
+            copy = jax.tree.map(jnp.copy, state)
+            losses.append(0.0 - float(train_step(program)(copy, batch)[1]["loss"]))
+        seen[number] = ids, losses
+    return [*found, seen]
 
 
 def test_sums_of_integers_do_not_depend_on_their_order():
@@ -109,8 +176,9 @@ def test_the_norm_is_that_of_all_numbers(large: float):
         (4, {"mesh": (1, 1, 8)}, "--mesh.tensor 8 does not divide --bitwise 4; valid: 1, 2, 4"),
         (
             2,
-            {"sequence_parallel": True},
-            "--sequence-parallel with --bitwise 2; valid: --no-sequence-parallel, or --bitwise 0",
+            BERT | {"sequence_parallel": True},
+            "--sequence-parallel with --bitwise 2 and --model.family bert; valid: --no-sequence-parallel, or "
+            "--bitwise 0",
         ),
         (1, {"ema": 0.5}, "--train.ema 0.5 with --bitwise 1; valid: --train.ema 0, or --bitwise 0"),
         (
