@@ -2,10 +2,12 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 from tiny import LATENT, QWEN3, drawn_params, full, tiny_config, tiny_program
 
+from megajax.core.program.scoring import logits as logits_of
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import TOKENS_AT_ONCE, Decoder
 from megajax.generation.window import continue_in_windows
@@ -111,6 +113,28 @@ def test_it_stops_where_it_is_told():
     assert told.count(0) == told.count(2) == 2, "as long as they continue"
     for number, (ids, _) in expected.items():
         assert found[number] == (ids[:4] if number in (0, 2) else ids), "the first comes alone"
+
+
+@pytest.mark.parametrize("sampling", [DRAWN, full(GREEDY)])
+def test_whole_texts_correct_what_a_cache_drafts(sampling):
+    """As with --bitwise, here with drafts of other weights; log-probabilities are those of the whole texts' logits."""
+    program, params = model()
+    of = Decoder(program, params, sampling, (), logprobs=True)
+    of._bitwise, of._weights = True, jax.tree.map(lambda weight: weight * 1.1, of._weights)
+    found = {piece.number: piece for piece in of.stream(PROMPTS, max_tokens=9, batch=4)}
+    of._bitwise = False
+    assert texts(of, max_tokens=8) != texts(decoder(sampling=sampling), max_tokens=8), "drafts of other weights differ"
+    assert {number: (piece.ids, piece.stopped_by) for number, piece in found.items()} == texts(
+        decoder(sampling=sampling)
+    )
+    whole = np.zeros((2, SEQUENCE), np.int32)  # of the second, the last id is outside the context
+    for row in range(2):
+        text = [*PROMPTS[row + 1], *found[row + 1].ids]
+        whole[row, : len(text)] = text[:SEQUENCE]
+        logits = np.asarray(logits_of(program)(params, program.put_batch({"tokens": whole}, [0, 1])), np.float64)[row]
+        right = [logits[place - 1, text[place]] for place in range(len(PROMPTS[row + 1]), len(text))]
+        sums = np.log(np.exp(logits[:, :101]).sum(-1))[len(PROMPTS[row + 1]) - 1 :][: len(right)]
+        np.testing.assert_allclose(found[row + 1].logprobs, right - sums, atol=1e-5)
 
 
 PROMPT = [5, 17, 99]

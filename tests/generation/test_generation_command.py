@@ -57,11 +57,11 @@ def written(folder: Path, tokenizer: Tokenizer, sequence_length: int, mesh: tupl
 _decoders: dict[Any, Decoder] = {}
 
 
-def shared_decoder(program: Program, params: Any, sampling: Sampling, ends: Collection[int]) -> Decoder:
+def shared_decoder(program: Program, params: Any, sampling: Sampling, ends: Collection[int], **how: Any) -> Decoder:
     """`Decoder`, with what a command before compiled for the same programs."""
-    key = program.config.model, program.config.mesh, sampling, tuple(ends)
+    key = program.config.model, program.config.mesh, sampling, tuple(ends), how["logprobs"]
     if key not in _decoders:
-        _decoders[key] = Decoder(program, params, sampling, ends)
+        _decoders[key] = Decoder(program, params, sampling, ends, **how)
     _decoders[key].renew(params)
     return _decoders[key]
 
@@ -89,11 +89,12 @@ def prompt_flags(*prompts: str) -> list[str]:
 def test_texts_are_the_same_on_every_mesh_and_as_they_stream(run, command, tmp_path):
     """With --json, from a file, and streamed; prompts and continuations, why they end, and how fast."""
     flags = ("--checkpoint", run, "--max-tokens", 6, "--temperature", 0.9, "--top-k", 50, "--seed", 4)
-    report = json.loads(command(*flags, *prompt_flags(*PROMPTS), "--json").splitlines()[-1])
+    report = json.loads(command(*flags, *prompt_flags(*PROMPTS), "--json", "--logprobs").splitlines()[-1])
     found = report["continuations"]
     assert [entry["prompt"] for entry in found] == list(PROMPTS)
     assert {entry["stopped_by"] for entry in found} <= {"length", "end"}
     assert all(entry["tokens"] == 6 for entry in found if entry["stopped_by"] == "length")
+    assert all(len(entry["logprobs"]) == len(entry["ids"]) == entry["tokens"] for entry in found)
     assert report["step"] == 7 and report["tokens"] == sum(entry["tokens"] for entry in found)
     assert report["tokens_per_second"] == pytest.approx(report["tokens"] / report["seconds"])
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS[2::-1]) + "\r\n\n", encoding="utf-8")
@@ -114,6 +115,7 @@ def test_texts_are_the_same_on_every_mesh_and_as_they_stream(run, command, tmp_p
         ("--prompt a --chat --template-args [1]", "--template-args is not an object; valid: variables"),
         ('--prompt a --chat --template-args {"messages":1}', "--template-args: messages .*; valid: other variables"),
         ('--prompt a --template-args {"a":1}', "--template-args without --chat; valid"),
+        ("--prompt a --logprobs", "--logprobs without --json; valid: with --json"),
         ("--prompt a --mesh.pipe 2", "--mesh.pipe 2: .*; valid: --mesh.pipe 1"),
         ("--prompt a --prompt aaaaaaaaaaaaaaaaa", "prompt 2 has 17 tokens; valid: at most 16"),
         ("", "--prompt and --prompt-file are missing"),

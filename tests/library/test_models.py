@@ -135,7 +135,7 @@ def test_what_a_model_cannot_do_says_what_is_valid() -> None:
         (lambda: model.generate([1, 2, 3]), "prompt 1 is neither text nor a list of token ids; valid: 1 to 16"),
         (lambda: model.generate([[1], [1.5]]), "prompt 2 is neither text nor a list of token ids; valid"),
         (lambda: model.generate(5), "prompts 5; valid: a text"),
-        (lambda: model.generate([[1]], top_q=1), "no option 'top_q'; valid: batch, max_tokens"),
+        (lambda: model.generate([[1]], top_q=1), "no option 'top_q'; valid: batch, logprobs"),
         (lambda: model.generate([[1]], stop="x"), r"no tokenizer; valid: tokenizer.path"),
         (lambda: model.generate([[1]], stop=["x", ""]), "stop .*; valid: one character or more"),
         (lambda: model.evaluate("text.txt"), "no tokenizer; valid"),
@@ -151,7 +151,7 @@ def test_what_a_model_cannot_do_says_what_is_valid() -> None:
 def test_a_continuation_ends_where_the_tokenizer_of_its_time_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """`batches` gives a model its tokenizer, also after it has generated."""
     made: list[tuple] = []
-    monkeypatch.setattr("megajax.library.model.Decoder", lambda *given: made.append(given) or Silent())
+    monkeypatch.setattr("megajax.library.model.Decoder", lambda *given, **how: made.append(given) or Silent())
     config = tiny_config(num_layers=1)
     model = megajax.Model(config, Program.on(config, jax.devices()[:1]), {}, 0, None)
     for ends in ([], [7], [7], [7, 9]):
