@@ -160,8 +160,14 @@ class _Step(Sizes):
         yield from self._pass("layers backward", "blocks", (*layer.backward, *together), self.backward_runs)
         yield from self.scattered("layers backward", "blocks", self.backward_runs, later=False)
         linear = family_of(self.config.model).linear_embedding(self.config.model)
-        again = "none" if linear else "shared"
+        again = "none" if linear and self.config.bitwise <= 1 else "shared"
         yield from self._pass("embedding backward", again, ends.embedding_backward, self.embedding_backward_runs)
+        if linear and self.config.bitwise > 1:  # with parts it is not computed as a linear one
+            yield from self._pass("embedding backward", "none", ends.embedding, self.embedding_backward_runs)
+        for weight in self.held.trained if self._in_parts and self.splits_sequence else ():
+            times = self.backward_runs if weight.stack else self.head_runs
+            if _is_vector(weight):
+                yield from self._in_tree("gradients", REDUCE, (TENSOR,), (*weight.shape[-1:],), times)
         yield from self.scattered_by_embedding("embedding backward")
         if self.defers and (layer.weight_gradients or self.zero == 3):
             times = self.weight_gradient_times
@@ -170,10 +176,30 @@ class _Step(Sizes):
 
     def _pass(self, part: str, room: str, sent: Iterable[Sent], times: Occurrences) -> Iterator[Communication]:
         yield from self.gathered(part, room, times)
+        maximum = next((op for op in sent if part == "head" and op.kind == REDUCE), None)  # the first: of the logits
         for op in sent:
             shape = op.operand.dims.shape(self.microbatch)
             counts = Occurrences(op.count * times.count, op.count * times.sent)
-            yield one(part, op.kind, op.axes, shape, op.operand.item, counts)
+            if self._in_parts and TENSOR in op.axes and op.kind != GATHER and op is not maximum:
+                yield from self._in_tree(part, op.kind, op.axes, shape, counts)
+            else:
+                yield one(part, op.kind, op.axes, shape, op.operand.item, counts)
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether sums over `tensor` are made in a tree (`parallel/fixed_tree.py`)."""
+        return self.config.bitwise > 1 and self.config.mesh.tensor > 1
+
+    def _in_tree(self, part: str, kind: str, axes: Axes, shape: Shape, times: Occurrences) -> Iterator[Communication]:
+        """A sum, in shards or whole."""
+        size, devices = prod(shape), self.config.mesh.size_of(axes)
+        divided = size % devices == 0
+        if kind == SCATTER:
+            yield one(part, EXCHANGE, axes, (devices, *shape[:1], shape[1] // devices, *shape[2:]), self.wide, times)
+            return
+        if divided:
+            yield one(part, EXCHANGE, axes, (devices, size // devices), self.wide, times)
+        yield one(part, GATHER, axes, (size // devices,) if divided else shape, self.wide, times)
 
     # In the loop over ticks: ZeRO-3 gathers and scatters wherever weights are used.
 
@@ -195,7 +221,7 @@ class _Step(Sizes):
         are deferred, or only the others."""
         for weight in _sharded_per_use(room, self.held.trained):
             if later is None or later == (self.defers and weight.of_product):
-                yield one(purpose, SCATTER, weight.computed.axes, weight.padded, self.summed, times)
+                yield one(purpose, SCATTER, weight.computed.axes, (*self.digits, *weight.padded), self._sum_item, times)
 
     def scattered_by_embedding(self, purpose: str) -> Iterator[Communication]:
         """Scatter the gradients that the embedding's backward pass has: also those of what only the head uses, zeros,
@@ -204,7 +230,7 @@ class _Step(Sizes):
         fewer = Occurrences(times.count - apart, times.sent - apart)
         for weight in _sharded_per_use("shared", self.held.trained):
             each = fewer if self._head_note(weight) else times
-            yield one(purpose, SCATTER, weight.computed.axes, weight.padded, self.summed, each)
+            yield one(purpose, SCATTER, weight.computed.axes, (*self.digits, *weight.padded), self._sum_item, each)
 
     def p2p_transfers(self) -> Iterator[Communication]:
         """Activations to the next stage and gradients to the previous one, in every tick that may have some."""
@@ -251,31 +277,38 @@ class _Step(Sizes):
         """Reduce gradients and losses to global sums; the global gradient norm; ZeRO-1's updated weights."""
         per_step = [weight for weight in self.held.trained if weight.per_step != NOT_SHARDED]
         for weight in per_step:
-            for padded, times in self._sums(weight, weight.padded):
+            for padded, times in self._sums(weight, (*self.digits, *weight.padded)):
                 yield one(
                     f"gradients: {self._head_note(weight)}over data",
                     SCATTER,
                     weight.per_step.axes,
                     padded,
-                    self.summed,
+                    self._sum_item,
                     times,
                 )
         for weight in self.held.trained:
-            missing, whole = self._varying(weight) - _axes_of(weight), weight.layer_shape(weight.owned)
+            missing, whole = self._varying(weight) - _axes_of(weight), (*self.digits, *weight.layer_shape(weight.owned))
             apart = missing & {PIPE} if self.overlaps_reductions and self._head_note(weight) else set()
             places = (*((missing - apart, *each) for each in self._sums(weight, whole)), (apart, whole, ONCE))
             for over, shape, times in places:
                 name = f"gradients: {self._head_note(weight)}over {' and '.join(sorted(over))}"
                 if over:
-                    yield one(name, REDUCE, tuple(sorted(over)), shape, self.summed, times)
+                    yield one(name, REDUCE, tuple(sorted(over)), shape, self._sum_item, times)
         axes = self._mesh_axes(BATCH_AXES if self.splits_vocabulary else (*BATCH_AXES, PIPE))
         for _ in self._losses:
-            yield one("losses: sums", REDUCE, axes, (), max(4, self.summed), ONCE)
+            shape, item = ((5,), 4) if self.digits else ((), max(4, self.summed))
+            yield one("losses: sums", REDUCE, axes, shape, item, ONCE)
+        rooms = {weight.path[0] for weight in self.held.trained} if self.digits else ()
+        for room in rooms:
+            every = self._mesh_axes((*BATCH_AXES, PIPE, TENSOR))
+            yield one(f"gradients: numbers of {room} that are not summed", REDUCE, every, (2,), 4, ONCE)
         yield from self._loads()
         # One number for all weights that are sharded over the same axes.
         for axes in dict.fromkeys(tuple(sorted(_axes_of(weight))) for weight in self.held.trained):
             if axes:
-                yield one("gradients: norm", REDUCE, axes, (), self.wide, ONCE)
+                # In digits, the largest number and four sums.
+                times = Occurrences(5, 5) if self.digits else ONCE
+                yield one("gradients: norm", REDUCE, axes, (), self.wide, times)
         yield from self._muon()
         for weight in per_step:
             item = weight.computed_in(self.item, self.wide)
@@ -330,6 +363,11 @@ class _Step(Sizes):
             if group.num_owners < group.devices:
                 yield one("Muon: copies", GATHER, group.copied_over, group.operand, back, ONCE)
 
+    @property
+    def _sum_item(self) -> int:
+        """Bytes of an element of gradients' sums."""
+        return self.summed // prod(self.digits)
+
     @cached_property
     def _losses(self) -> list[str]:
         form = batch_form(self.config)
@@ -342,7 +380,8 @@ class _Step(Sizes):
     def _varying(self, weight: Weight) -> set[str]:
         """Mesh axes over which a gradient varies when the loop has ended (`core/program/bind.py`)."""
         axes = {*self._mesh_axes(BATCH_AXES), *_axes_of(weight)}
-        if self.splits_sequence or weight.needs_tensor_sum:
+        by_token = self.splits_sequence and not (self._in_parts and _is_vector(weight))
+        if by_token or weight.needs_tensor_sum:
             axes.add(TENSOR)
         if not weight.stack and not self.splits_vocabulary:
             axes.add(PIPE)
@@ -352,6 +391,11 @@ class _Step(Sizes):
 def _axes_of(weight: Weight) -> frozenset[str]:
     """Mesh axes that a reduced gradient is sharded over."""
     return spec_axes(weight.stage_spec(weight.owned))
+
+
+def _is_vector(weight: Weight) -> bool:
+    """Whether it is a norm's or a bias between regions; with parts its gradients are complete within a tensor group."""
+    return [*weight.logical] == ["embed"]
 
 
 def _sharded_per_use(room: str, weights: Iterable[Weight]) -> list[Weight]:

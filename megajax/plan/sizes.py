@@ -193,6 +193,7 @@ class Sizes:
 
     Attributes:
         held: what a device has of the weights.
+        digits: dims of a gradient's sum that its weight lacks.
         item, wide, summed: bytes of a number that layers compute with, of main weights, statistics and losses, and of
             the sums of gradients.
         operand_item: bytes of a number of the layers' products' operands; 0: they have the type of all others.
@@ -216,8 +217,9 @@ class Sizes:
         self.counted = 8 if config.precision == "fp64" else 4
         summed_in = config.optimizer.gradient_dtype
         self.summed = self.wide if summed_in == "fp32" else ITEM_SIZE[summed_in]
+        self.digits: Shape = (2,) if config.bitwise else ()
         if config.bitwise:
-            self.summed = 8  # two digits
+            self.summed = 8
         self.microbatches = max(1, config.train.global_batch // (mesh.row_shards * config.train.microbatch))
         self.microbatch = config.train.global_batch // (mesh.row_shards * self.microbatches)
         self.rows = self.microbatch * (model.num_classes if model.head == "choice" else 1)

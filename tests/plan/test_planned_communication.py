@@ -1,10 +1,16 @@
 """What a plan says is sent: by whom, how often, and how many bytes. Rows of `test_field.py` compare the plan with the
 step."""
 
-from tiny import tiny_config
+import dataclasses
 
+import pytest
+from tiny import full, tiny_config, tiny_program
+
+from megajax.core.backend import CPU
 from megajax.core.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
-from megajax.plan.communication import communication, sent_by_axes, total_sent
+from megajax.core.program.communication import collectives_of
+from megajax.core.program.train_step import train_step
+from megajax.plan.communication import communication, sent_by_axes, total_sent, totals
 from megajax.plan.sizes import num_ticks
 
 
@@ -28,6 +34,22 @@ def test_what_is_really_sent():
     assert [(each.kind, each.axes, each.num_bytes) for each in layers] == [("all-reduce", ("tensor",), size)] * 4
     by_axes = sent_by_axes(config)
     assert by_axes["pipe", "permute"] == (12, 12 * size) and all("data" not in axes for axes, _ in by_axes)
+
+
+@pytest.mark.parametrize(
+    ("parts", "mesh", "others"),
+    [
+        full(1, (2, 2, 1), {"weight_gradients": "deferred"}),
+        (4, (2, 1, 2), {"sequence_parallel": True, "zero": 3}),
+        full(4, (1, 2, 4), {"precision": "bf16", "weight_gradients": "deferred", "remat": "layer"}),
+        full(4, (2, 2, 1), {}),
+    ],
+)
+def test_steps_with_the_same_bits_send_what_is_planned(parts, mesh, others):
+    config = dataclasses.replace(tiny_config(mesh, **{"vocab_multiple": 8} | others), bitwise=parts)
+    program = tiny_program(config)
+    found = collectives_of(train_step(program).trace(program.layout.shapes, program.batch_types).jaxpr)
+    assert totals(found) == totals(communication(config, backend=CPU))
 
 
 def test_bytes_are_those_that_a_device_sends():
