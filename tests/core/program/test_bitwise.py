@@ -19,6 +19,7 @@ from megajax.core.batch import IGNORED
 from megajax.core.errors import UserError
 from megajax.core.parallel import integer_sums
 from megajax.core.parallel.integer_sums import digit_bits, floats, integers
+from megajax.core.pipeline.sums import Integers
 from megajax.core.program.program import Program
 from megajax.core.program.train_step import train_step
 from megajax.generation.choice import Sampling
@@ -139,6 +140,68 @@ def generated() -> list[Any]:
             losses.append(0.0 - float(train_step(program)(copy, batch)[1]["loss"]))
         seen[number] = ids, losses
     return [*found, seen]
+
+
+@pytest.mark.full
+def test_planted_faults_are_found():
+    """On two devices; the one without a fault passes, and every other is found in its step."""
+    found = alone(faulty)
+    assert found.pop("none").passed
+    assert {name: finding.where.split(",")[0] for name, finding in found.items()} == {
+        "a bit lost at step 10": "step 10",
+        "an overflowed norm": "step 1",
+        "a NaN on one device": "step 1",
+        "a wrong bound": "step 1",
+        "a microbatch left out": "step 1",
+    }
+
+
+def faulty() -> dict[str, Finding]:
+    from megajax.core.program import bind, train_step
+
+    def on_second(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: jnp.where(jax.lax.axis_index("data") == 1, function(x), x)
+
+    def with_gradients(change: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Any]:
+        def changed(program: Program, params: Any, batch: Any, step: jax.Array, *others: Any) -> Any:
+            losses, grads, *rest = right(program, params, batch, step, *others)
+            return losses, jax.tree.map(on_second(lambda x: change(x, step)), grads), *rest
+
+        return changed
+
+    def without_last_row(program: Program, params: Any, batch: Any, *others: Any) -> Any:
+        ignored = on_second(lambda x: x.at[-1].set(IGNORED))(batch["targets"])
+        return right(program, params, batch | {"targets": ignored}, *others)
+
+    def flipped(x: jax.Array, step: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+        return jnp.where(step == 9, jax.lax.bitcast_convert_type(bits ^ 1, jnp.float32), x)
+
+    right, bound = train_step._losses_and_gradients, bind.bound_exponent
+    sums, terms = train_step.integer_sums.norm, Integers.terms
+    faults: dict[str, tuple[Any, str, Any]] = {
+        "none": (train_step, "_losses_and_gradients", right),
+        "a bit lost at step 10": (train_step, "_losses_and_gradients", with_gradients(flipped)),
+        "an overflowed norm": (train_step.integer_sums, "norm", lambda arrays: sums(arrays) * 1e30 * 1e30),
+        "a NaN on one device": (
+            Integers,
+            "terms",
+            lambda self, grads: terms(self, jax.tree.map(on_second(_nan), grads)),
+        ),
+        "a wrong bound": (bind, "bound_exponent", lambda norms, scale, rows: bound(norms, scale, rows // 2) - 9),
+        "a microbatch left out": (train_step, "_losses_and_gradients", without_last_row),
+    }
+    one, two = (dataclasses.replace(tiny_config((n, 1, 1), num_layers=1), bitwise=1) for n in (1, 2))
+    expected, found = list(numbers(one, jax.devices(), 12)), {}
+    for name, (module, attribute, fault) in faults.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, attribute, fault)
+            found[name] = compared("bits", expected, numbers(two, jax.devices(), 12))
+    return found
+
+
+def _nan(x: jax.Array) -> jax.Array:
+    return x.at[0].set(jnp.nan)
 
 
 def test_sums_of_integers_do_not_depend_on_their_order():
