@@ -1,10 +1,13 @@
 """A run that was stopped and resumed ends with the same weights and records."""
 
+import os
 import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
-from processes import MESH_222, Commands, Run
+from processes import MESH_222, Commands, Run, finish
 from results import assert_close_losses, assert_same_checkpoint, checkpoint_steps, curve, validation
 from test_dry_run import TWO
 from tiny import full
@@ -73,6 +76,40 @@ def test_another_run_begins_with_an_earlier_checkpoint(commands: Commands, half:
     assert f"holds a run that started from --init {half.folder} --init-step 5; valid: without --init" in failed.err
     failed = commands.run("train.py", commands.preset, "--run-dir", tmp_path / "new", *origin, 6)
     assert "--init-step 6; valid: latest, best, or one of 5, 10" in failed.err
+
+
+@pytest.mark.full
+def test_with_bitwise_a_run_that_is_killed_and_moves_is_one_that_never_did(commands: Commands, tmp_path: Path) -> None:
+    """Five times, each after some steps on another mesh; checkpoint by checkpoint, line by line."""
+    several = (*MESH_222[:-1], 8)
+    meshes = [
+        (),
+        (*several, "--optimizer.zero", 3, "--pipeline.weight-gradients", "deferred"),
+        ("--mesh.tensor", 4, "--sequence-parallel", "--simulate-devices", 4),
+        ("--mesh.data", 8, "--simulate-devices", 8),
+        (*several, "--sequence-parallel", "--train.remat", "layer"),
+        ("--mesh.pipe", 2, "--pipeline.schedule", "gpipe", "--simulate-devices", 2),
+    ]
+    kept = ("--bitwise", 4, "--checkpoint.every", 2, "--checkpoint.keep", 10)
+    alone = {"env": os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}}
+    folders = tmp_path / "straight", tmp_path / "moved"
+
+    def start(folder: Path, *mesh: object) -> subprocess.Popen[str]:
+        return commands.start("train.py", commands.preset, "--run-dir", folder, *kept, *mesh, **alone)
+
+    finish(start(folders[0])).ok()
+    for number, mesh in enumerate(meshes[:-1], start=1):
+        process = start(folders[1], *mesh)
+        while not (folders[1] / "checkpoints" / str(3 * number + number % 2)).exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.kill()
+        process.communicate()
+    finish(start(folders[1], *meshes[-1])).ok()
+    assert curve(folders[1]) == curve(folders[0]) and validation(folders[1]) == validation(folders[0])
+    assert checkpoint_steps(folders[1]) == checkpoint_steps(folders[0]) == list(range(2, 21, 2))
+    for step in range(2, 21, 2):
+        assert_same_checkpoint(*folders, step)
 
 
 @pytest.mark.full

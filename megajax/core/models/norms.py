@@ -2,7 +2,8 @@
 sequence, and of queries and keys. Letters: B batch, T tokens, D model, H heads, K head size, N arrays.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial, wraps
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,18 @@ from megajax.core.models.registry import NORMS
 from megajax.core.models.remat import SQUARES
 from megajax.core.parallel.collectives import TENSOR, axis_size, f, g
 from megajax.core.parallel.layers import param
-from megajax.core.parallel.products import spread
+from megajax.core.parallel.products import ranks_in_parts, spread
 from megajax.core.precision import at_least_fp32
 
-# Saves only the inputs: results that are cheap to compute are computed again in the backward pass.
-recomputed = partial(jax.checkpoint, prevent_cse=False)
+
+def recomputed(function: Callable[..., Array], static_argnums: int | tuple[int, ...] = ()) -> Callable[..., Array]:
+    """Saves only the inputs: results that are cheap to compute are computed again in the backward pass."""
+
+    @cache  # JAX keeps what it has traced of a function, which is another one in parts
+    def with_ranks(ranks: int) -> Callable[..., Array]:
+        return jax.checkpoint(lambda *given: function(*given), prevent_cse=False, static_argnums=static_argnums)
+
+    return wraps(function)(lambda *given: with_ranks(ranks_in_parts())(*given))
 
 
 def norm_of(config: ModelConfig) -> nnx.Module:

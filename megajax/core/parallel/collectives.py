@@ -129,23 +129,24 @@ def gather_shards(x: Array, dim: int, axes: Axes, *, invariant: bool = False) ->
     """All-gather the shards along `dim`; the transpose is `scatter_sum`. The result is typed as varying over the axes,
     or, if `invariant`, as identical on all their devices."""
     if parts := _parts_of(axes):
-        return _gather_in_parts(dim, axes, parts.count, x, parts.index)
+        return _gather_in_parts(dim % x.ndim, axes, invariant, parts.count, x, parts.index)
     return lax.all_gather(x, there(axes), axis=dim % x.ndim, tiled=True, to="invarying" if invariant else "varying")
 
 
 def scatter_sum(x: Array, dim: int, axes: Axes) -> Array:
     """Reduce-scatter: every device gets its shard, along `dim`, of the sum; the transpose is `gather_shards`."""
     if parts := _parts_of(axes):
-        return _scatter_in_parts(dim, axes, parts.count, x, parts.index)
+        return _scatter_in_parts(dim % x.ndim, axes, parts.count, x, parts.index)
     return lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather_in_parts(dim: int, axes: Axes, count: int, x: Array, index: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _gather_in_parts(dim: int, axes: Axes, invariant: bool, count: int, x: Array, index: Array) -> Array:
     def whole(x_P: Array) -> Array:
         return lax.all_gather(jnp.concatenate([*x_P], dim), axes, axis=dim, tiled=True, to="invarying")
 
-    return apart(lax.pcast(of_all_parts(whole, count, x), axes, to="varying"), index)
+    result = of_all_parts(whole, count, x)
+    return result if invariant else apart(lax.pcast(result, axes, to="varying"), index)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -158,13 +159,20 @@ def _scatter_in_parts(dim: int, axes: Axes, count: int, x: Array, index: Array) 
     return of_each_part(shards, count, x)
 
 
-_gather_in_parts.defvjp(
-    lambda dim, axes, count, x, index: (_gather_in_parts(dim, axes, count, x, index), index),
-    lambda dim, axes, count, index, grad: (_scatter_in_parts(dim, axes, count, grad, index), None),
-)
+def _ungather_in_parts(
+    dim: int, axes: Axes, invariant: bool, count: int, index: Array, grad: Array
+) -> tuple[Array, None]:
+    if not invariant:
+        return _scatter_in_parts(dim, axes, count, grad, index), None
+    size = grad.shape[dim] // (lax.axis_size(axes) * count)
+    start = (lax.axis_index(axes) * count + index) * size
+    return lax.dynamic_slice_in_dim(grad, start, size, dim, allow_negative_indices=False), None
+
+
+_gather_in_parts.defvjp(lambda *given: (_gather_in_parts(*given), given[-1]), _ungather_in_parts)
 _scatter_in_parts.defvjp(
-    lambda dim, axes, count, x, index: (_scatter_in_parts(dim, axes, count, x, index), index),
-    lambda dim, axes, count, index, grad: (_gather_in_parts(dim, axes, count, grad, index), None),
+    lambda *given: (_scatter_in_parts(*given), given[-1]),
+    lambda dim, axes, count, index, grad: (_gather_in_parts(dim, axes, False, count, grad, index), None),
 )
 
 

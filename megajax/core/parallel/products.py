@@ -149,7 +149,12 @@ def spread(weight: Array, like: Array) -> Array:
     """A weight of the last dims of `like`, [*B, *M], for each of the others. Its gradient is summed in at least fp32:
     JAX would sum in the compute dtype. In parts (`fixed_tree.py`), those of a weight that all of them share are sums
     over the tokens of each part, whether it has only these or all, and are added up in the tree."""
-    return _spread(axis_size(TENSOR) if active() else 0, weight, like)
+    return _spread(ranks_in_parts(), weight, like)
+
+
+def ranks_in_parts() -> int:
+    """How many ranks a tensor group has in parts; 0 where nothing is in parts."""
+    return axis_size(TENSOR) if active() else 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
