@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from operator import attrgetter
 
-from megajax.core.config import StepConfig
+from megajax.core.config import LOSSES, StepConfig
 from megajax.core.errors import UserError
 from megajax.core.models.registry import FAMILIES
 from megajax.core.options import counted, options
@@ -20,18 +20,18 @@ _MODEL = (
 )
 _OPTIMIZER = (
     "learning_rate decay_steps schedule cooldown_steps cooldown_shape warmup_steps warmup_fraction min_learning_rate "
-    "beta1 beta2 epsilon weight_decay clip_norm skip_above zero overlap_reductions overlap_gathers"
+    "beta1 beta2 epsilon weight_decay clip_norm skip_above zero zero_ranks overlap_reductions overlap_gathers "
+    "adamw_learning_rate muon_momentum muon_scale muon_steps muon_precision"
 )
 TESTED: dict[str, Collection] = {
     **dict.fromkeys(("seed", "bitwise", "deterministic", "mesh.data", "mesh.pipe", "mesh.tensor"), _ANY),
     **dict.fromkeys(("pipeline.schedule", "pipeline.chunks", "pipeline.layers", "pipeline.weight_gradients"), _ANY),
-    **dict.fromkeys(
-        ("train.global_batch", "train.microbatch", "train.remat", "train.freeze", "sequence_parallel"), _ANY
-    ),
+    **dict.fromkeys(("train.global_batch", "train.microbatch", "train.remat", "train.freeze"), _ANY),
     **{f"model.{name}": _ANY for name in _MODEL.split()},
     **{f"optimizer.{name}": _ANY for name in _OPTIMIZER.split()},
-    **dict.fromkeys(("loss_scale.initial", "data.reset_attention", "sequence_parallel"), _ANY),
+    **dict.fromkeys(("loss_scale.initial", "data.reset_attention", "sequence_parallel", "train.metrics"), _ANY),
     "precision": ("fp32", "bf16", "fp16"),
+    "optimizer.name": ("adamw", "muon"),
     "model.family": ("decoder", "bert"),
     "model.norm": ("layernorm", "rmsnorm", "rmsnorm-1p"),
     "model.activation": ("auto", "gelu", "gelu-tanh", "swiglu", "geglu-tanh"),
@@ -46,8 +46,9 @@ def check_bitwise(config: Config) -> None:
     """Refuse what has not been tested with `--bitwise`."""
     if not config.bitwise:
         return
+    tested = TESTED | {"train.loss": LOSSES.keys() - {"preferences"}}  # some may be registered
     for key, option in options(StepConfig).items():
-        value, valid = attrgetter(key)(config), TESTED.get(key, (option.default,))
+        value, valid = attrgetter(key)(config), tested.get(key, (option.default,))
         if valid and value not in valid:
             alone = ", ".join(as_flag(key, each) for each in valid)
             raise UserError(f"{as_flag(key, value)} with --bitwise {config.bitwise}; valid: {alone}, or --bitwise 0")

@@ -17,6 +17,7 @@ from tiny import GEMMA, LLAMA, OLMO2, QWEN3, full, tiny_config, user_error
 
 from megajax.core.batch import IGNORED
 from megajax.core.errors import UserError
+from megajax.core.models.own_loss import Logits, Loss
 from megajax.core.parallel import integer_sums
 from megajax.core.parallel.integer_sums import digit_bits, floats, integers
 from megajax.core.pipeline.sums import Integers
@@ -24,6 +25,7 @@ from megajax.core.program.program import Program
 from megajax.core.program.train_step import train_step
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
+from megajax.library.own import with_own
 from megajax.settings.config import Config
 from megajax.settings.validation import validate
 from megajax.verify.bits import compared, numbers, same_bits
@@ -52,6 +54,14 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     return pickle.loads(subprocess.run(child, input=given, env=environment, stdout=subprocess.PIPE, check=True).stdout)
 
 
+def own_loss(logits: Logits, batch: Any) -> dict[str, jax.Array]:
+    """What is computed from columns, and from whole logits."""
+    targets = jnp.maximum(batch["targets"], 0)
+    squares = jnp.square(jnp.take_along_axis(logits.whole(), targets[..., None], -1)[..., 0])
+    log_sum = logits.logsumexp()
+    return {"loss": logits.cross_entropy(batch["targets"]) + 1e-3 * (squares + log_sum), "entropy": logits.entropy()}
+
+
 @pytest.mark.parametrize(
     ("parts", "mesh", "others"),
     [
@@ -68,10 +78,13 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
         full(2, (2, 2, 2), BERT),
         full(4, (2, 2, 2), DECODER | ALL | {"sequence_parallel": True, "dropout": 0.1}),
         full(4, (1, 1, 4), DECODER | GEMMA | {"sequence_parallel": True, "precision": "bf16"}),
+        full(2, (4, 1, 2), DECODER | {"optimizer": {"name": "muon", "zero_ranks": 2}, "zero": 3, "num_layers": 1}),
+        full(4, (2, 1, 2), DECODER | {"loss": Loss(own_loss, measures=("entropy",)), "num_layers": 1}),
     ],
 )
 def test_every_mesh_has_the_bits_of_one_device(parts: int, mesh: tuple[int, ...], others: dict[str, Any]):
-    config = dataclasses.replace(tiny_config(mesh, **others), bitwise=parts)
+    loss = others.pop("loss", None)
+    config = with_own(dataclasses.replace(tiny_config(mesh, **others), bitwise=parts), loss, None)
     validate(config, config.mesh.num_devices)
     found = alone(bits_of_steps, config)
     assert found.passed, found
@@ -246,8 +259,9 @@ def test_the_norm_is_that_of_all_numbers(large: float):
         (1, {"ema": 0.5}, "--train.ema 0.5 with --bitwise 1; valid: --train.ema 0, or --bitwise 0"),
         (
             1,
-            {"optimizer": {"name": "muon"}},
-            "--optimizer.name muon with --bitwise 1; valid: --optimizer.name adamw, or --bitwise 0",
+            {"precision": "fp64"},
+            "--precision fp64 with --bitwise 1; valid: --precision fp32, --precision bf16, --precision fp16, or "
+            "--bitwise 0",
         ),
         (16, {}, "--bitwise 16 does not divide --model.num-heads 8; valid: 8 or less"),
         (1, {"global_batch": 2**17}, "--train.global-batch 131072 with --bitwise 1; valid: at most 65,536 sequences"),
