@@ -5,7 +5,11 @@ from typing import Any
 
 from jaxequal.errors import RunError, UserError, brief, shortened, told
 
-__all__ = ["Damaged", "RunError", "UserError", "brief", "shortened", "told"]
+__all__ = ["Damaged", "RunError", "UserError", "WrongDevice", "brief", "shortened", "told"]
+
+
+class WrongDevice(RunError):
+    """A device computes or remembers wrongly. Commands exit with code 3."""
 
 
 class Damaged(UserError):

@@ -1,7 +1,7 @@
 """How a process ends: its exit code, and its last line on standard error.
 
-Exit codes: 0 done; 2 a user's mistake; 1 any other error; 128 + signal for SIGTERM (143), SIGINT (130) and SIGHUP
-(129), which tell a scheduler to restart the job instead of counting it as finished.
+Exit codes: 0 done; 2 a user's mistake; 3 a wrong device; 1 any other error; 128 + signal for SIGTERM (143), SIGINT
+(130) and SIGHUP (129), which tell a scheduler to restart the job instead of counting it as finished.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megajax.core.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError, WrongDevice
 from megajax.host.signals import Stopped, stop_signals
 from megajax.host.streams import output, print_final_error
 from megajax.host.transcript import transcript
@@ -69,7 +69,8 @@ def _outcome(main: Callable[[], None]) -> tuple[int, str | None]:
     except SystemExit as end:
         return (end.code if isinstance(end.code, int) else int(end.code is not None)), None
     except (UserError, RunError) as error:
-        return (2 if isinstance(error, UserError) else 1), f"error: {error}{notes_of(error)}"
+        code = 2 if isinstance(error, UserError) else 3 if isinstance(error, WrongDevice) else 1
+        return code, f"error: {error}{notes_of(error)}"
     except Stopped as stop:
         return 128 + stop.number, str(stop)
     except KeyboardInterrupt:

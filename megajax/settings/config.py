@@ -47,6 +47,15 @@ class TrainConfig(BatchConfig):
     selftest: Annotated[
         bool, "before the first step, check products, sums and exchanges of every device, exactly", PER_START
     ] = False
+    recheck: Annotated[
+        int,
+        "every so many steps, another data-parallel replica repeats what each computes, and gradients must have the "
+        "same bits; 0: never",
+        AT_LEAST_ZERO,
+    ] = 0
+    recheck_continue: Annotated[
+        bool, "if gradients differ, skip the step and go on; without it, the run ends with exit code 3"
+    ] = False
     eval_every: Annotated[int, "steps between validations; 0: never", AT_LEAST_ZERO] = 100
     eval_batches: Annotated[int, "global batches per validation; 0: the whole validation split", AT_LEAST_ZERO] = 20
     log_every: Annotated[int, "steps between log lines when there is no progress bar"] = 10

@@ -107,6 +107,9 @@ def _divisors(number: int) -> list[int]:
 def _check_training_on_mesh(config: Config, num_devices: int) -> None:
     validate_mesh(config, num_devices)
     _check_zero_ranks(config)
+    if config.train.recheck and config.mesh.data == 1:
+        alone = f"--train.recheck {config.train.recheck} with --mesh.data 1, where no device has a second copy of what"
+        raise UserError(f"{alone} another computes with; valid: --mesh.data 2 or more, or --train.recheck 0")
     rows, flags = config.mesh.row_shards * config.train.microbatch, config.mesh.flags(ROW_AXES)
     if config.train.global_batch % rows:
         on_each, remainder = divmod(config.train.global_batch, config.mesh.row_shards)

@@ -5,7 +5,9 @@ compared without a tolerance.
 """
 
 import time
+from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -45,18 +47,25 @@ def selftest(program: Program) -> None:
     hosts, devices = host_names(), mesh.devices.ravel()
     found = []
     for name, counts in zip(names, wrong.T, strict=True):
-        where = [
-            f"device {device.id} ({device.device_kind}) of process {device.process_index} on "
-            f"{hosts[device.process_index]}, {count:,} numbers"
-            for device, count in zip(devices, counts, strict=True)
-            if count
-        ]
+        both = zip(devices, counts, strict=True)
+        where = [f"{located([device], hosts)}, {count:,} numbers" for device, count in both if count]
         found += [f"{name}: {', '.join(where)}"] if where else []
     if found:
         raise RunError(f"--train.selftest: wrong, so no step is trained: {'; '.join(found)}")
     over = f" and exchanges over {', '.join(axes)}" if axes else ""
     seconds = time.perf_counter() - began
     say(f"self-test: products, sums{over} are exact on {counted(mesh.size, 'device')} ({seconds:.1f} s)")
+
+
+def located(devices: Sequence[jax.Device], hosts: Sequence[str]) -> str:
+    """Devices with kind, process and host."""
+    parts = []
+    for process, several in groupby(devices, lambda device: device.process_index):
+        here = [*several]
+        ids = ", ".join(str(device.id) for device in here)
+        kind = f"device{'s' * (len(here) > 1)} {ids} ({here[0].device_kind})"
+        parts.append(f"{kind} of process {process} on {hosts[process]}")
+    return " and ".join(parts)
 
 
 def _wrong(

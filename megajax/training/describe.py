@@ -23,6 +23,7 @@ from megajax.runs.task_data import TaskData
 from megajax.settings.config import Config
 from megajax.start.launch import gpu_flags
 from megajax.training.given import OwnData
+from megajax.training.recheck import recheck_line
 
 _OF_RATE = "learning_rate min_learning_rate warmup schedule decay_steps cooldown_steps cooldown_shape"
 
@@ -56,6 +57,7 @@ def describe(
         batch_line(config),
         _average(config),
         *_ramp(config, order),
+        recheck_line(config, program),
         *data.lines(config),
     ]
     lines.append(precision_line(config.precision, platform))

@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 import jax
 from jax.stages import Compiled
 
-from megajax.core.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError, WrongDevice
 from megajax.core.models.router import LOAD
 from megajax.core.program.program import Batch, Program
+from megajax.core.program.recheck import RECHECK
 from megajax.core.program.state import TrainState
 from megajax.core.program.train_step import evaluated_weights, train_step
 from megajax.data.samples.loader import growing_batches
@@ -35,6 +36,7 @@ from megajax.start.launch import give_back_freed_memory, runs_at_once
 from megajax.training.figures import SkippedSteps, Speed, memory_in_use
 from megajax.training.given import NOTHING, OwnData, Supplied
 from megajax.training.profiler import StepTrace
+from megajax.training.recheck import Rechecks
 from megajax.training.reference import add_reference
 from megajax.training.run_log import RunLog
 from megajax.training.summary import end_lines, parts_of, sample, validation_text, written
@@ -84,6 +86,7 @@ class Trainer:
         add_reference(data, program, config, self._weights, self.state if is_new else None)
         self.order = order.at(self.first)
         self.skipped = SkippedSteps(config, self.first - int(self.state.step))
+        self.rechecks = Rechecks(config, program)
         self.trace = StepTrace(config, self.first)
         train, writes = config.train, is_first_process()
         self.log = RunLog(run_dir, train.steps, self.first, train.log_every, write=writes, track=config.track)
@@ -162,7 +165,8 @@ class Trainer:
         rows_of = functools.cache(program.rows_of)
         batches = self.batches(rows_of)
         at_once = runs_at_once(config)
-        step_function = None
+        compiled: dict[bool, Compiled] = {}  # by whether they recheck
+        checksums = self.rechecks.checksums(self.first + 1, self.state)
         for step in range(self.first + 1, config.train.steps + 1):
             self.step = step
             self.watchdog.at(step, "loading its batch")
@@ -170,22 +174,25 @@ class Trainer:
             loaded = next(batches)
             data_seconds = time.perf_counter() - asked
             size = sizes.at(step - 1).size
-            if step_function is not None and size != program.config.train.global_batch:
-                step_function = None
+            grown, rechecks = size != program.config.train.global_batch, bool(checksums)
+            if compiled and (grown or rechecks not in compiled):
+                if grown:
+                    compiled.clear()
                 if self._catch_up() and self._saves(step - 1):  # when stopping, do not compile
                     self._validate_and_save(step - 1)
-            if step_function is None:
+            if not compiled:
                 program = self.program.with_batch(size)
             batch = program.put_batch(loaded, rows_of(size))
-            if step_function is None:
-                step_function = self._compile(step, program, batch)
+            if rechecks not in compiled:
+                compiled[rechecks] = self._compile(step, program, batch, *checksums)
             if step == self.trace.first:
                 self._catch_up()
                 self.trace.start()
             dispatched = time.perf_counter()
             self.watchdog.at(step, COMPUTING)
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                self.state, metrics = step_function(self.state, batch)
+                self.state, metrics = compiled[rechecks](self.state, batch, *checksums)
+            checksums = self.rechecks.checksums(step + 1, self.state)
             self.dispatched = step
             asked_after = self.poll.ask(self._asks)
             self._catch_up(_Pending(step, size, batch["tokens"].size, metrics, dispatched, data_seconds, asked_after))
@@ -227,16 +234,19 @@ class Trainer:
         samples = self.order.samples(self.data.train)
         return growing_batches(samples, sizes=self.order.sizes, rows_of=rows_of, start_step=self.first)
 
-    def _compile(self, step: int, program: Program, batch: Batch) -> Compiled:
-        """Compile a program's step. A signal before the first step of this start ends a run with a single process."""
+    def _compile(self, step: int, program: Program, batch: Batch, *checksums: jax.Array) -> Compiled:
+        """Compile a program's step, which is rechecked if there are checksums. A signal before the first step of this
+        start ends a run with a single process."""
         self.watchdog.at(step, COMPILING)
         began = time.perf_counter()
         ramps = len(self.order.sizes.stages) > 1
-        what = "the step" + f" of {program.config.train.global_batch} sequences" * ramps
+        what = "the rechecked step" if checksums else "the step"
+        what += f" of {program.config.train.global_batch} sequences" * ramps
         ends = step == self.first + 1 and jax.process_count() == 1
         promise = "there is nothing new to save; the run ends once the step is compiled" if ends else _PROMISE
         with stop_signals.deferred(promise), self.log.display.phase(f"compiling {what}"):
-            compiled = train_step(program).lower(self.state, batch).compile()
+            step_function = train_step(program, recheck=bool(checksums))
+            compiled = step_function.lower(self.state, batch, *checksums).compile()
         self.log.display.print(f"compiled {what} in {time.perf_counter() - began:.1f} s")
         give_back_freed_memory()
         if ends and stop_signals.number:
@@ -280,7 +290,10 @@ class Trainer:
         self.minutes_over = bool(over)
         now = time.perf_counter()
         self.ready, seconds = now, now - max(self.ready, pending.dispatched)
-        reason = self.skipped.count(pending.step, metrics)
+        reason, wrong = self.skipped.count(pending.step, metrics), ""
+        if RECHECK in pending.metrics:
+            metrics["recheck_differs"], wrong = self.rechecks.judged(pending.step, pending.metrics[RECHECK])
+            reason = wrong or reason
         del metrics["skipped"]
         if pending.step == self.first + 1 and (line := memory_in_use(jax.local_devices())):
             self.log.display.print(line)
@@ -293,16 +306,18 @@ class Trainer:
         self.log.record_step(pending.step, figures, pending.metrics.get(LOAD))
         with self._called():
             self.supplied.on_step(pending.step, figures)
+        if wrong and not self.config.train.recheck_continue:
+            self._stop(self.rechecks.narrowed(wrong), WrongDevice)
         if self.skipped.too_many:
             self._stop(reason)
         if reason:
             self.log.display.print(f"{reason}: skipped")
         return True
 
-    def _stop(self, reason: str) -> NoReturn:
+    def _stop(self, reason: str, kind: type[RunError] = RunError) -> NoReturn:
         with contextlib.suppress(RunError):  # if a write failed too, the reason comes first
             self.checkpoints.wait()
-        raise RunError(f"{reason}, so training stops; last good checkpoint: {self.checkpoints.last_good}")
+        raise kind(f"{reason}, so training stops; last good checkpoint: {self.checkpoints.last_good}")
 
     def _validate_and_save(self, step: int) -> None:
         loss = self._validate(step) if self._due(step, self.config.train.eval_every) else None

@@ -253,7 +253,8 @@ def _lay_out(run_dir: Path, folder: Path, begin: int, config: Config, horizon: H
 
 def _train(config: Config, folder: Path, end: int, given: Supplied, some: bool) -> None:
     """Go on in a folder up to a step, and do nothing else; on `some` of the devices, if there are more."""
-    train = dataclasses.replace(config.train, steps=end, eval_every=0)
+    recheck = config.train.recheck * (config.mesh.data != 1)
+    train = dataclasses.replace(config.train, steps=end, eval_every=0, recheck=recheck)
     checkpoint = dataclasses.replace(config.checkpoint, every=end, minutes=0, keep_best=0)
     nothing: dict[str, Any] = {"evaluate": (), "track": "none", "profile": "", "seeds": 1, "resume": "auto"}
     config = dataclasses.replace(config, run_dir=str(folder), train=train, checkpoint=checkpoint, **nothing)

@@ -209,7 +209,7 @@ def send_on(x: Array, *, together: bool) -> Array:
     return jnp.where(own > 0, before, jnp.zeros((), x.dtype))
 
 
-def send(x: Array, axis: str, step: int, ring: bool) -> Array:
+def send(x: Array, axis: Axes, step: int, ring: bool) -> Array:
     """Send `x` so many places on along an axis; those that nobody sends to get zeros."""
     p = axis_size(axis)
     pairs = [(place, (place + step) % p) for place in range(p) if ring or 0 <= place + step < p]

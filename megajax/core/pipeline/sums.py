@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from megajax.core.parallel.checksum import checksum
 from megajax.core.parallel.collectives import vary, varying_axes
 from megajax.core.parallel.integer_sums import floats, integers, not_summed
 from megajax.core.pipeline.model import Factors
@@ -21,6 +22,10 @@ Gradients = dict[Path, Array]
 NOT_SUMMED = "not_summed"
 """The name, beside the paths of weights, of how many numbers were not finite, and how many too large for integers, [2];
 of layers [n, 2]."""
+
+
+CHECKSUM = "checksum"
+"""And the name of a checksum of gradients before they are summed; of layers [n]."""
 
 
 class Summation(Protocol):
@@ -47,12 +52,15 @@ class Floats(NamedTuple):
     """Sums in a floating-point dtype."""
 
     dtype: Any
+    checked: bool = False  # with `CHECKSUM`
 
     def zeros(self, weights: dict[Path, Array]) -> Gradients:
-        return {path: _zeros(w, w.shape, self.dtype) for path, w in weights.items()}
+        zeros = {path: _zeros(w, w.shape, self.dtype) for path, w in weights.items()}
+        return zeros | (_beside(weights, CHECKSUM, jnp.uint32) if self.checked else {})
 
     def terms(self, gradients: Gradients) -> Gradients:
-        return {path: grad.astype(self.dtype) for path, grad in gradients.items()}
+        terms = {path: grad.astype(self.dtype) for path, grad in gradients.items()}
+        return terms | (_checksum(terms) if self.checked else {})
 
     def no_loss(self) -> Array:
         return jnp.zeros((), at_least_fp32(self.dtype))
@@ -66,19 +74,20 @@ class Integers(NamedTuple):
 
     exponent: Array  # of the bound of gradients
     bits: int  # of a digit
+    checked: bool = False  # with `CHECKSUM`
 
     def zeros(self, weights: dict[Path, Array]) -> Gradients:
-        zeros, axes = {}, sorted({axis for w in weights.values() for axis in varying_axes(w)})
+        zeros = _beside(weights, NOT_SUMMED, jnp.int32, 2)
         for path, w in weights.items():
             layers = w.shape[:1] if path[0] == "blocks" else ()
             zeros[path] = _zeros(w, (*layers, 2, *w.shape[len(layers) :]), jnp.int32)
-            zeros[path[0], NOT_SUMMED] = vary(jnp.zeros((*layers, 2), jnp.int32), axes)
-        return zeros
+        return zeros | (_beside(weights, CHECKSUM, jnp.uint32) if self.checked else {})
 
     def terms(self, gradients: Gradients) -> Gradients:
         terms = {path: integers(grad, self.exponent, self.bits) for path, grad in gradients.items()}
         counts = [not_summed(grad, self.exponent) for grad in gradients.values()]
-        return terms | {(next(iter(gradients))[0], NOT_SUMMED): sum(counts[1:], start=counts[0])}
+        terms |= {(next(iter(gradients))[0], NOT_SUMMED): sum(counts[1:], start=counts[0])}
+        return terms | (_checksum(terms) if self.checked else {})
 
     def no_loss(self) -> Array:
         return jnp.zeros((_LOSS_DIGITS + 1,), jnp.int32)
@@ -94,6 +103,17 @@ class Integers(NamedTuple):
     def total(self, losses: Array) -> Array:
         """A sum of losses as a float: not a number if one was none, or too large."""
         return jnp.where(losses[-1] == 0, floats(losses[:-1], _LOSS_EXPONENT, self.bits), jnp.nan)
+
+
+def _beside(weights: dict[Path, Array], name: str, dtype: Any, *shape: int) -> Gradients:
+    """Zeros with a name beside the paths of weights."""
+    axes = sorted({axis for w in weights.values() for axis in varying_axes(w)})
+    layers = {path[0]: w.shape[:1] if path[0] == "blocks" else () for path, w in weights.items()}
+    return {(first, name): vary(jnp.zeros((*each, *shape), dtype), axes) for first, each in layers.items()}
+
+
+def _checksum(terms: Gradients) -> Gradients:
+    return {(next(iter(terms))[0], CHECKSUM): checksum([*terms.values()])}
 
 
 def _zeros(like: Array, shape: tuple[int, ...], dtype: Any) -> Array:

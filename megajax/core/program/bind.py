@@ -108,7 +108,7 @@ class BoundModel:
         return None if boundary.context == "none" else boundary.context_tokens(every_T, 0)
 
 
-def summation_of(program: Program, recent_norms: Array, loss_scale: Array | np.float32 = UNSCALED) -> Summation:
+def summation_of(program: Program, recent_norms: Array, loss_scale: Array | np.float32 = UNSCALED) -> Floats | Integers:
     """How a step sums gradients and losses, given the gradient norms of the steps before it."""
     config, rows = program.config, program.config.train.global_batch
     if not config.bitwise:
@@ -125,14 +125,16 @@ def training_pipeline(
     loss_scale: Array | np.float32 = UNSCALED,
     copies: Tree = None,
     summation: Summation | None = None,
+    rank: Array | None = None,
 ) -> Pipeline:
-    """The loop of a train step. Float8 copies of frozen weights that are not among `copies` are made here."""
+    """The loop of a train step. Float8 copies of frozen weights that are not among `copies` are made here. The rows are
+    those of a `rank` among `ROW_AXES`, by default this device's."""
     summation = summation or summation_of(program, initial_norms(), loss_scale)
     config, counts, length = program.config, count_targets(program, batch), batch["tokens"].shape[-1]
     scale, sequences = jnp.asarray(loss_scale), counts.get(SEQUENCES)
     weight = None if sequences is None else scale / jnp.maximum(sequences, 1).astype(scale.dtype)
     model = BoundModel(program.model, config.model.dropout, config.seed, step, counts, weight, length)
-    return _pipeline(program, model, params, batch, scale, copies, summation)
+    return _pipeline(program, model, params, batch, scale, copies, summation, rank)
 
 
 def forward_pipeline(program: Program, staged: StagedModel, params: Tree, batch: Batch) -> Pipeline:
@@ -151,11 +153,12 @@ def _pipeline(
     loss_scale: Array,
     made: Tree,
     summation: Summation | None = None,
+    rank: Array | None = None,
 ) -> Pipeline:
     """The loop; without a `summation` forward only."""
     config, layout, staged = program.config, program.layout, model.staged
     num_rows, num_microbatches = next(iter(batch.values())).shape[0], program.num_microbatches
-    row_B = axis_index(ROW_AXES) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
+    row_B = (axis_index(ROW_AXES) if rank is None else rank) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
     shared, blocks = _declared_varying(program, staged, params)
     layer_index = jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)]
     copies = LayerCopies(config.model, layout.weights["blocks"], program.operand_dtype, both=summation is not None)

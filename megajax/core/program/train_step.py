@@ -1,6 +1,7 @@
 """The train step: losses and gradients for a batch, and the update of the state."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,10 @@ from megajax.core.parallel.collectives import (
 )
 from megajax.core.parallel.shards import Shards
 from megajax.core.pipeline.executor import Gather
-from megajax.core.pipeline.sums import Integers
+from megajax.core.pipeline.sums import CHECKSUM, Integers
 from megajax.core.program.bind import SEQUENCES, UNSCALED, summation_of, training_pipeline
 from megajax.core.program.program import BATCH, Batch, Program
+from megajax.core.program.recheck import RECHECK, differing, repeated, state_checksums
 from megajax.core.program.reduction import GradientReduction, gathered_in_turn
 from megajax.core.program.state import TrainState
 from megajax.core.program.update import updated
@@ -39,11 +41,19 @@ from megajax.core.trees import Tree
 SCALAR = PartitionSpec()
 
 
-def train_step(program: Program) -> Wrapped:
-    """(state, batch) -> (state, metrics): one optimizer step. The state is donated."""
+def train_step(program: Program, *, recheck: bool = False) -> Wrapped:
+    """(state, batch) -> (state, metrics): one optimizer step. The state is donated.
+
+    With `recheck`, (state, batch, checksums of the state after the step before) -> (state, metrics with `RECHECK`):
+    other devices compute the passes, too, and the step is skipped if one differs."""
     specs = program.layout.specs
     options = {"donate_argnums": 0, "compiler_options": program.options or None}
-    return program.compiled(_train_step, (specs, BATCH), (specs, SCALAR), **options)
+    return program.compiled(_train_step, (specs, BATCH, *[SCALAR] * recheck), (specs, SCALAR), recheck, **options)
+
+
+def checksums_of_state(program: Program) -> Wrapped:
+    """state -> checksums of every device's shards."""
+    return program.compiled(state_checksums, (program.layout.specs,), SCALAR)
 
 
 def train_step_with_gradients(program: Program) -> Wrapped:
@@ -87,18 +97,19 @@ def _gathered(program: Program, params: Tree) -> Tree:
     return program.layout.at_start.gather(params, invariant=True)
 
 
-def _train_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-    return _train_step_with_gradients(program, state, batch)[:2]
+def _train_step(program: Program, _: bool, state: TrainState, batch: Batch, *checksums: Array) -> tuple[Any, Tree]:
+    return _train_step_with_gradients(program, state, batch, *checksums)[:2]
 
 
 def _train_step_with_gradients(
-    program: Program, state: TrainState, batch: Batch
+    program: Program, state: TrainState, batch: Batch, checksums: Array | None = None
 ) -> tuple[TrainState, dict[str, Array], Tree]:
-    config, layout = program.config, program.layout
-    scale = state.loss_scale.scale
-    gather = partial(gathered_in_turn, program) if layout.gathers_late else None
-    losses, grads, figures, counts, not_summed = _losses_and_gradients(
-        program, state.params, batch, state.step, scale, state.copies, gather, state.recent_norms
+    config, layout, recheck = program.config, program.layout, checksums is not None
+    scale, late = state.loss_scale.scale, layout.gathers_late
+    gather = partial(gathered_in_turn, program) if late and not recheck else None
+    params = _gathered(program, state.params) if late and recheck else state.params
+    losses, grads, figures, counts, not_summed, in_passes = _losses_and_gradients(
+        program, params, batch, state.step, scale, state.copies, gather, state.recent_norms, recheck
     )
     loss = _total(program, losses)
     norm = integer_sums.norm(jax.tree.leaves(grads)) if config.bitwise else global_norm(grads)
@@ -109,6 +120,10 @@ def _train_step_with_gradients(
         too_large = (not_summed[0] == 0) & (not_summed[1] > 0) & jnp.isfinite(loss)
         recent_norms = jnp.where(too_large, integer_sums.raised(recent_norms, state.step), recent_norms)
     taken = finite & ~is_spike(norm, state.recent_norms, config.optimizer.skip_above)
+    rechecked = {}
+    if checksums is not None:
+        rechecked = {RECHECK: differing(program, in_passes, state_checksums(program, state), checksums)}
+        taken &= ~jnp.any(rechecked[RECHECK])
     clipped = clip_by_norm(grads, norm, config.optimizer.clip_norm)
     main = layout.at_end.take(layout.trained(state.params)) if state.main is None else state.main
     new, optimizer = updated(layout, clipped, state.optimizer, main, taken)
@@ -134,7 +149,7 @@ def _train_step_with_gradients(
         parts |= expert_metrics(figures, config.model, jnp.maximum(counts[SEQUENCES], 1))
     else:
         parts |= {f"layers/{name}": value for name, value in figures.items()}
-    return new_state, metrics | parts | {"loss_scale": scale, "skipped": ~taken}, grads
+    return new_state, metrics | parts | rechecked | {"loss_scale": scale, "skipped": ~taken}, grads
 
 
 def _with_moved_biases(program: Program, main: Tree, figures: dict[str, Array], taken: Array) -> Tree:
@@ -171,17 +186,27 @@ def _losses_and_gradients(
     copies: Tree,
     gather: Gather | None = None,
     recent_norms: Array | None = None,
-) -> tuple[dict[str, Array], Tree, dict[str, Array], dict[str, Array], Array]:
+    recheck: bool = False,
+) -> tuple[dict[str, Array], Tree, dict[str, Array], dict[str, Array], Array, Any]:
     """The losses by name; the gradients of their sum for the trained weights, unscaled, in the main dtype, sharded like
     `layout.trained_specs`; the sums of the layers' figures; and what `bind.count_targets` counts. `gather` is for
-    weights as a step leaves them. Last, how many numbers integers could not hold (`sums.NOT_SUMMED`), [2]."""
+    weights as a step leaves them. Then, how many numbers integers could not hold (`sums.NOT_SUMMED`), [2]; and in a
+    `recheck` which devices differ."""
     layout, dtype = program.layout, program.layout.main_dtype
     summation = summation_of(program, initial_norms() if recent_norms is None else recent_norms, loss_scale)
-    pipeline = training_pipeline(program, params, batch, step, loss_scale, copies, summation)
+    if recheck and program.config.optimizer.zero == 3:  # which sums over devices what one of them computed
+        summation = summation._replace(checked=True)
     reduction, trained = GradientReduction(program), flatten_dict(layout.trained(params))
-    in_last_tick = reduction if program.overlaps_reductions else None
+    in_last_tick = reduction if program.overlaps_reductions and not recheck else None
     options = program.schedule, in_last_tick, gather, program.ticks_at_once
-    losses, local, figures = pipeline.losses_and_gradients(*options)
+
+    def passes(batch: Batch, rank: Array | None = None) -> tuple:
+        pipeline = training_pipeline(program, params, batch, step, loss_scale, copies, summation, rank)
+        return *pipeline.losses_and_gradients(*options), pipeline.ends.model.counts
+
+    results, in_passes = repeated(program, batch, passes) if recheck else (passes(batch), None)
+    losses, local, figures, counts = results
+    local = {path: sums for path, sums in local.items() if path[-1] != CHECKSUM}
     grads = {path: _like(local[path], weight, path[0] == "blocks") for path, weight in trained.items()}
     not_summed = {path: local[path].reshape(-1, 2).sum(0) for path in local.keys() - trained.keys()}
     grads = reduction.everywhere(grads | not_summed) if in_last_tick is None else grads | not_summed
@@ -197,8 +222,9 @@ def _losses_and_gradients(
         losses,
         grads,
         figures,
-        pipeline.ends.model.counts,
+        counts,
         sum(not_summed.values(), start=jnp.zeros((2,), jnp.int32)),
+        in_passes,
     )
 
 

@@ -66,8 +66,8 @@ real = program_of_a_step.training_pipeline
 BROKEN_WEIGHT = "blocks", "mlp", "up", "weight"
 
 
-def overflowing(program, params, batch, step, loss_scale, copies, summation):
-    pipeline = real(program, params, batch, step, loss_scale, copies, summation)
+def overflowing(program, params, batch, step, *others):
+    pipeline = real(program, params, batch, step, *others)
     run = pipeline.losses_and_gradients
 
     def losses_and_gradients(*arguments):
