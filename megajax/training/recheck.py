@@ -51,4 +51,4 @@ class Rechecks:
             selftest(self._program)
         except RunError as error:
             return f"{line}; the self-test finds {str(error).rpartition('trained: ')[2]}"
-        return f"{line}; the self-test finds no device wrong"
+        return f"{line}; the self-test finds no device that is always wrong"

@@ -209,6 +209,7 @@ def test_the_mesh_must_have_the_size_of_the_devices() -> None:
         ({"mesh.data": 3}, "--train.global-batch 8 is not divisible by --mesh.data 3 x --train.microbatch 1; valid:"),
         ({"sequence_parallel": True, "mesh.tensor": 8, "model.sequence_length": 252}, "--sequence-parallel: "),
         ({"train.microbatch": 3}, "--train.microbatch 3; valid: a multiple of 3, or --train.microbatch 2"),
+        ({"train.recheck": 10}, "--train.recheck 10 with --mesh.data 1, where no device has a second copy of what"),
         (RAMP | {"mesh.data": 2, "train.microbatch": 2}, "2 x --train.microbatch 2; valid: multiples of 4"),
         (RAMP | {"mesh.data": 4, "train.ramp_start": 4}, "has steps of 6 sequences, not divisible by --mesh.data 4"),
         (INTERLEAVED, "--pipeline.schedule interleaved with --mesh.pipe 1; valid: --mesh.pipe 2 or more, or"),
