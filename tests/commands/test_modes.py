@@ -1,11 +1,15 @@
-"""Other precisions, and attention that is reset: a few steps each."""
+"""Other precisions, attention that is reset, and a wrong device: a few steps each."""
 
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from processes import Commands
 from results import assert_same_checkpoint, training, validation
+
+from megajax.core.parallel.collectives import axis_index
+from megajax.core.program.bind import BoundModel
 
 TWO = ("--mesh.pipe", 2, "--simulate-devices", 2)
 
@@ -51,3 +55,35 @@ def test_attention_that_is_reset(commands: Commands, tmp_path: Path) -> None:
         apart, joined = (commands.perplexity(each, *data) for each in (run, copy))
         assert apart["tokens"] == joined["tokens"] > 100
         assert apart["loss"] != pytest.approx(joined["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_device_that_becomes_wrong(commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the fourth step on, which is rechecked: the run ends with a code of its own, or goes on."""
+    right = BoundModel.layer
+
+    def layer(self, *arguments):
+        y, figures = right(self, *arguments)
+        wrong = (axis_index("data") == 2) & (self.step >= 3)
+        return jnp.where(wrong, y.at[0, 0, 0].multiply(1 + 2**-12), y), figures
+
+    monkeypatch.setattr(BoundModel, "layer", layer)
+    line = (
+        "--mesh.data",
+        4,
+        "--simulate-devices",
+        4,
+        "--train.recheck",
+        2,
+        "--train.steps",
+        6,
+        "--train.eval-every",
+        0,
+    )
+    line = (commands.preset, *line, "--run-dir", tmp_path)
+    ended, named = commands.run("train.py", *line), "different bits in gradients or losses: data 2, device 2 (cpu) of"
+    assert ended.code == 3 and f"step 4: --train.recheck found {named} process 0 on " in ended.err
+    assert commands.run("train.py", *line, "--train.recheck-continue").code == 0
+    figures = [(line.get("recheck_differs"), line["skipped_steps"]) for line in training(tmp_path)]
+    assert figures == [(None, 0), (0, 0), (None, 0), (1, 1), (None, 1), (1, 2)]
+    assert (tmp_path / "log.txt").read_text().count(named) == 2  # of the steps that were skipped
