@@ -9,7 +9,6 @@ from pathlib import Path
 from megajax.core.errors import UserError
 from megajax.core.options import counted, suggest
 from megajax.host import completion
-from megajax.host.files import writable
 from megajax.host.paths import check_path
 from megajax.host.transcript import printable
 from megajax.runs.store import run_folder, store_of
@@ -45,11 +44,11 @@ def import_hf(argv: Sequence[str]) -> None:
     _start(source.config)
     if store:
         store.take()
-    import_hf(source, run_dir)
-    if store:
-        with writable(args.run):
-            store.publish()
-        store.release()
+    try:
+        import_hf(source, run_dir)
+    finally:
+        if store:
+            store.release()
     model, fresh = source.config.model, list(source.weights.fresh)
     if args.json:
         figures = {"run_dir": args.run, "step": 0, "fresh": fresh, "parameters": _parameters(source.config)}

@@ -3,8 +3,9 @@
 A process works in a local copy, from which new files are uploaded, since Orbax (0.12) writes to no S3 store. What a run
 consists of is said by the newest of its commits: objects `commits/NUMBER`, created and never replaced, which name the
 object of every file. A checkpoint is in the newest commit, or does not exist. Whoever creates the next number is the
-run's writer; an earlier one cannot commit again, and what it still uploads or removes is nobody's, since each file that
-is uploaded gets an object of its own.
+run's writer; an earlier one finds a newer commit than its own, so that it ends, and what it still uploads is nobody's,
+since each file that is uploaded gets an object of its own. Listings must show what was created before, as those of S3
+and Google do.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ import os
 import re
 import secrets
 import shutil
+import stat
+import sys
 import tempfile
 import threading
 import time
@@ -21,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megajax.core.errors import RunError, UserError
@@ -31,14 +33,19 @@ from megajax.host.files import is_marked, writable
 from megajax.host.paths import check_path, in_store
 from megajax.host.transcript import known_as, tell
 from megajax.runs.failures import in_one_line
-from megajax.runs.lock import ABANDONED_AFTER, TOUCHED_EVERY, Holder, RunLock
+from megajax.runs.lock import ABANDONED_AFTER, Holder, RunLock
+from megajax.runs.ownership import MARK
 from megajax.runs.step_folders import is_temporary
 
 PATIENCE = 120.0  # seconds for which a store may fail before a checkpoint counts as failed
+_AT_START = 5.0  # the same, before a run is read or taken
 _UPLOADED_EVERY = 60.0  # seconds, besides checkpoints
+RENEWED_EVERY = 15.0  # the same commit, so that others know that its writer lives
 _COPIES, _OWNER = "megajax-store-", "owner.json"  # folders with local copies, and the processes that work in them
+_Fingerprint = tuple[int, int, int]
 _ALIVE = ".uploading"  # in `checkpoints/`, touched at every request, for the watchdog
 _WHEN_NEEDED = re.compile(r"checkpoints/[^/]+/state/")  # what is copied only to read a checkpoint
+_OURS = re.compile(r"(?:commits|uploads)/(\d{8})(?![^-/])")  # objects, and the number of their writer's commit
 
 _stores: dict[str, "Store"] = {}  # of this process, by URL
 
@@ -49,6 +56,8 @@ def run_folder(path: str | Path, flag: str) -> Path:
         check_path(path, flag)
         return Path(path)
     url = re.sub(":/+", "://", str(path), count=1).rstrip("/")
+    if "://" not in url or {".", ".."} & {*PurePosixPath(url).parts}:
+        raise UserError(f"{flag} {path}; valid: s3://BUCKET/RUN or gs://BUCKET/RUN")
     if url not in _stores:
         try:
             _stores[url] = Store(url, flag)
@@ -68,26 +77,23 @@ def _patiently(method: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(method)
     def call(store: "Store", *given: Any, patience: float = PATIENCE, **further: Any) -> None:
-        end, pause = time.monotonic() + patience, 1.0
+        end, pause, news = time.monotonic() + patience, 1.0, store.news if store.taken and patience else []
         with store.lock:
             while True:
                 try:
                     with remote.os_errors(store.url):
                         method(store, *given, **further)
-                    if store.fails:
-                        store.fails = False
-                        store.news.append(f"{store.url} works again")
+                    news += [f"{store.url} works again"] * (pause > 1)
                     return
                 except OSError as error:
-                    if store.taken and not store.fails:
-                        store.fails = True
-                        store.news.append(f"{store.url}: {error.strerror}; trying again")
+                    news += [f"{store.url}: {error.strerror}; trying again"] * (pause == 1)
                     if time.monotonic() + pause > end:
                         raise
                 store.show_life()
                 time.sleep(pause)
                 pause = min(2 * pause, 15.0)
-                store.connect()
+                with contextlib.suppress(UserError):  # new credentials are not there yet
+                    store.connect()
 
     return call
 
@@ -95,10 +101,10 @@ def _patiently(method: Callable[..., None]) -> Callable[..., None]:
 class _Commit(NamedTuple):
     """What a run consists of."""
 
-    number: int = 0
-    writer: str = ""  # begins with the number of its first commit
-    holder: Holder | None = None  # None once it has ended
-    files: Mapping[str, str] = MappingProxyType({})  # the object of every file, by its path in the run directory
+    number: int
+    writer: str  # begins with the number of its first commit
+    holder: Holder | None  # None once it has ended
+    files: Mapping[str, str]  # the object of every file, by its path in the run directory
 
 
 class Store(RunLock):
@@ -115,19 +121,17 @@ class Store(RunLock):
         self.lock = threading.RLock()  # held while the local copy is looked at, and to remove something from it
         self.news: list[str] = []
         self.url, self._flag, self._token, self._uploads = url, flag, secrets.token_hex(8), 0
-        self.taken = self._taken_over = self.fails = False
-        self._commit = _Commit()  # the newest one known
-        self._objects: dict[tuple[int, int, int], str] = {}  # of local files, whatever their names
+        self.taken = self._taken_over = False
+        self._commit, self._adding = _Commit(0, "", None, {}), threading.Lock()  # the newest one known
+        self._objects: dict[_Fingerprint, str] = {}  # of local files, whatever their names
         self._absent: dict[str, str] = {}  # files of the commit that have not been copied, with their objects
         known_as[str(self.folder)] = url
         Exit.at_end.append(self.close)
         self.connect()
-        self.pull(patience=3.0)
+        self.pull(patience=_AT_START)
 
     def connect(self) -> None:
-        options = {"use_listings_cache": False, "skip_instance_cache": True}  # the latter for new credentials
-        self._system, self._root = remote.file_system(self.url, self._flag, **options)
-        self._system.retries = 1  # besides those of its client, so that requests without an answer fail in time
+        self._system = remote.folder(self.url, self._flag)
 
     def close(self) -> None:
         """Remove the local copy."""
@@ -137,79 +141,78 @@ class Store(RunLock):
 
     def take(self) -> None:
         """Become the run's writer. If another one may have ended, announce that and wait up to a minute."""
-        seen, since = None, 0.0
-        with writable(self.url), remote.os_errors(self.url):
-            while True:
-                newest = self._newest()
-                lease, holder = (newest.number, self._content(self._lease(newest))), newest.holder
-                if not holder or holder.is_alive is False or (seen and time.monotonic() - since > ABANDONED_AFTER):
-                    if self._claim(newest):
-                        break
-                elif seen not in (None, lease):
-                    in_use = f"--run-dir {self.url} is in use by {holder}"
-                    raise UserError(f"{in_use}; valid: wait until it ends, or another place")
-                elif not seen:
-                    seen, since = lease, time.monotonic()
-                    tell(f"{self.url} belongs to {holder}: taken over if not renewed for {ABANDONED_AFTER:.0f} s")
-                time.sleep(1.0)
+        with writable(self.url):
+            self._take(patience=_AT_START)
         for action in (self._renew, self._keep_uploading):
             threading.Thread(target=action, daemon=True).start()
 
-    def _claim(self, newest: _Commit) -> bool:
-        """Whether this process has become the writer."""
-        number, folder = newest.number + 1, f"--run-dir {self.url}"
-        if newest.number != self._commit.number:
+    @_patiently
+    def _take(self) -> None:
+        seen, since = 0, 0.0
+        while not self.taken:
+            newest = self._newest()
+            holder, silent = newest.holder, newest.number == seen and time.monotonic() - since > ABANDONED_AFTER
+            if silent or holder is None or holder.is_alive is False or newest.writer.endswith(self._token):
+                self._claim(newest)
+            elif not seen:
+                seen, since = newest.number, time.monotonic()
+                tell(f"{self.url} belongs to {holder}: taken over if not renewed for {ABANDONED_AFTER:.0f} s")
+            elif newest.number != seen:
+                in_use = f"--run-dir {self.url} is in use by {holder}"
+                raise UserError(f"{in_use}; valid: wait until it ends, or another place")
+            time.sleep(0.0 if self.taken else 1.0)
+
+    def _claim(self, newest: _Commit) -> None:
+        """Become the writer after `newest`, unless another process is faster."""
+        folder, before = f"--run-dir {self.url}", self._commit
+        if newest.files != before.files:
             raise UserError(f"{folder} was changed since this start read it; valid: rerun the command")
         if not newest.number and (others := self._names("")):
             raise UserError(f"{folder} is not empty and holds {others[0]} instead of a run; valid: an empty place")
         try:
-            self._add(_Commit(number, f"{number:08}-{self._token}", Holder.me(), newest.files))
-            self._system.pipe_file(self._path(number), b"", mode="create")
-        except FileExistsError:
-            self.taken = True
+            self._commit = newest._replace(writer=f"{newest.number + 1:08}-{self._token}")
+            self._add(holder=Holder.me())
         except RunError:
-            return False
-        if not self.taken:
+            self._commit = before
+            return
+        with contextlib.suppress(Exception):  # it exists
+            self._create(self._commit._replace(holder=None))
+        if self._newest() != self._commit:
             raise UserError(f"{folder}: objects are replaced, not created; valid: a store with conditional writes")
-        return True
+        self.taken = True
 
     def check(self) -> None:
         if self._taken_over:
             raise RunError(f"{self.url} belongs to another process, so this process stops writing there")
 
     def release(self) -> None:
+        """Publish the last changes; raises `RunError` if that fails and no other error is being handled."""
         if not self.taken:
             return
-        self.taken = False
+        before = sys.exception()
         self._ended.set()
         try:
             self.publish(ends=True)
         except (OSError, RunError) as error:
             del known_as[str(self.folder)]
-            tell(f"{self.url}: {in_one_line(error)}; what was not uploaded stays in {self.folder}")
+            problem = f"{self.url}: {in_one_line(error)}; what was not uploaded stays in {self.folder}"
             (self._copy / _OWNER).unlink()
             Exit.at_end.remove(self.close)
+            if before is None:
+                raise RunError(problem) from None
+            tell(problem)
+        finally:
+            self.taken = False
 
     def _renew(self) -> None:
-        while True:
+        while not self._ended.wait(RENEWED_EVERY) and not self._taken_over:
             with contextlib.suppress(Exception):
-                self._system.pipe_file(self._lease(self._commit), str(time.time_ns()).encode())
-            if self._ended.wait(TOUCHED_EVERY):
-                return
-
-    def _lease(self, commit: _Commit) -> str:
-        return f"{self._root}/leases/{commit.writer}"
-
-    def _content(self, path: str) -> bytes:
-        with contextlib.suppress(FileNotFoundError):
-            return self._system.cat_file(path)
-        return b""
+                self._add()
 
     def _keep_uploading(self) -> None:
-        with contextlib.suppress(Exception):  # remove what a killed writer has left
-            left = [name for name in self._names("uploads") if name < self._commit.writer]
-            paths = [path for name in left for path in self._system.find(f"{self._root}/uploads/{name}")]
-            self._remove({path.removeprefix(f"{self._root}/") for path in paths} - {*self._commit.files.values()})
+        with contextlib.suppress(Exception):  # remove what earlier writers have left
+            left = {*self._system.find("")} - {*self._commit.files.values()}
+            self._remove(key for key in left if (ours := _OURS.match(key)) and ours[1] < self._commit.writer[:8])
         while not self._ended.wait(_UPLOADED_EVERY) and not self._taken_over:
             with contextlib.suppress(OSError, RunError):
                 self.publish(patience=0)
@@ -218,45 +221,58 @@ class Store(RunLock):
     def publish(self, *, ends: bool = False) -> None:
         """Upload what is new in the local copy, and commit it. Raises `RunError` if another process is the writer."""
         self.check()
-        holder = None if ends else self._commit.holder
+        local = dict(_files(self.folder))
+        if self._ended.is_set() != ends or (MARK in self._commit.files and MARK not in local):
+            raise RunError(f"{self._copy} is gone, so this process stops writing to {self.url}")
         self._uploads += 1
-        local = {file.relative_to(self.folder).as_posix(): file for file in _files(self.folder)}
-        prints = {name: _fingerprint(file) for name, file in local.items()}
 
         def upload(name: str) -> None:
             key = f"uploads/{self._commit.writer}/{self._uploads:06}/{name}"
             try:
-                self._system.put_file(str(local[name]), f"{self._root}/{key}")
-                self._objects[prints[name]] = key
+                self._system.put_file(str(self.folder / name), key)
+                self._objects[local[name]] = key
             except FileNotFoundError:
-                if local[name].exists():  # otherwise it was replaced
+                if (self.folder / name).exists():  # otherwise it was replaced
                     raise
 
-        self._each(upload, [name for name in local if prints[name] not in self._objects])
-        files = {name: self._objects[print_] for name, print_ in prints.items() if print_ in self._objects}
+        self._each(upload, [name for name, fingerprint in local.items() if fingerprint not in self._objects])
+        files = {name: key for name, fingerprint in local.items() if (key := self._objects.get(fingerprint))}
         files |= {name: key for name, key in self._absent.items() if (self.folder / name).parent.exists()}
+        holder = None if ends else self._commit.holder
         while (self._commit.files, self._commit.holder) != (files, holder):
-            self._add(_Commit(self._commit.number + 1, self._commit.writer, holder, files))
+            self._add(files=files, holder=holder)
 
-    def _add(self, commit: _Commit) -> None:
-        """Commit; raises `RunError` if another process was the first."""
-        fields = commit._asdict() | {"holder": commit.holder and asdict(commit.holder), "files": dict(commit.files)}
-        with contextlib.suppress(FileExistsError):
-            self._system.pipe_file(self._path(commit.number), json.dumps(fields).encode(), mode="create")
-        there = self._read(commit.number)  # an earlier one of ours, if the answer to it was lost
-        if there is None or not there.writer.endswith(self._token):
-            self._taken_over = self.taken
-            raise RunError(f"{self.url} belongs to another process, so this process stops writing there")
-        before, self._commit = self._commit, there
-        with contextlib.suppress(Exception):  # what stays is removed by a later start
-            self._remove({*before.files.values()} - {*there.files.values()})
-            if commit.number > 2:
-                self._system.pipe_file(self._path(commit.number - 2), b"")
+    def _add(self, **changes: Any) -> None:
+        """Commit what differs from the newest commit; raises `RunError` if another process has committed."""
+        with self._adding:
+            before = self._commit
+            commit = before._replace(number=before.number + 1, **changes)
+            problem: Exception = OSError(f"commit {commit.number} is not listed")
+            try:
+                self._create(commit)
+            except Exception as error:  # if only the answer was lost, it is there
+                problem = error
+            newest = self._newest()
+            if newest.number < commit.number:
+                raise problem
+            if not newest.writer.endswith(self._token):
+                self._taken_over = self.taken
+                raise RunError(f"{self.url} belongs to another process, so this process stops writing there")
+            self._commit, gone = newest, {*before.files.values()} - {*newest.files.values()}
+            for fingerprint in [each for each, key in [*self._objects.items()] if key in gone]:
+                del self._objects[fingerprint]  # the file may come back
+            with contextlib.suppress(Exception):  # what stays is removed by a later start
+                self._remove({*gone, f"commits/{newest.number - 2:08}"})
 
-    def _read(self, number: int) -> _Commit | None:
-        """A commit; None for one that later ones have replaced."""
-        if not (content := self._content(self._path(number))):
-            return None
+    def _create(self, commit: _Commit) -> None:
+        content = json.dumps(commit._asdict(), default=vars).encode()
+        self._system.pipe_file(f"commits/{commit.number:08}", content, mode="create")
+
+    def _newest(self) -> _Commit:
+        number = max((int(name) for name in self._names("commits") if name.isdecimal()), default=0)
+        if not number:
+            return _Commit(0, "", None, {})
+        content = self._system.cat_file(f"commits/{number:08}")
         try:
             fields = reading.parse_json(content.decode())
             commit = _Commit(**fields)._replace(holder=fields["holder"] and Holder(**fields["holder"]))
@@ -266,19 +282,11 @@ class Store(RunLock):
             pass
         raise UserError(f"{self._flag} {self.url}: commit {number} is damaged; valid: the object as it was written")
 
-    def _newest(self) -> _Commit:
-        while number := max(map(int, self._names("commits")), default=0):
-            if commit := self._read(number):
-                return commit
-        return _Commit()
-
     def _names(self, folder: str) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
-            return [PurePosixPath(path).name for path in self._system.ls(f"{self._root}/{folder}", detail=False)]
+            there = self._system.ls(folder, detail=False)
+            return [PurePosixPath(path).name for path in there if path.strip("/") != folder]  # which may be an object
         return []
-
-    def _path(self, number: int) -> str:
-        return f"{self._root}/commits/{number:08}"
 
     @_patiently
     def pull(self) -> None:
@@ -295,40 +303,37 @@ class Store(RunLock):
         """Copy the files of a checkpoint; those that are gone stay missing."""
         within = f"{checkpoint.relative_to(self.folder).as_posix()}/"
         wanted = {name: key for name, key in self._absent.items() if name.startswith(within)}
-        self._download(wanted, self.folder, may_be_gone=True)
+        self._download(wanted, self.folder)
         self._absent = {name: key for name, key in self._absent.items() if name not in wanted}
 
     @_patiently
     def hand_over(self, folder: Path, step: int) -> None:
         """Upload this process's share of a checkpoint to where process 0 gathers it, with its marker last."""
         for file in sorted(filter(Path.is_file, folder.rglob("*")), key=lambda file: file.parent == folder):
-            name = file.relative_to(folder).as_posix()
-            self._system.put_file(str(file), f"{self._root}/{self._shares(step)}/{name}")
+            self._system.put_file(str(file), f"{self._shares(step)}/{file.relative_to(folder).as_posix()}")
 
     @_patiently
     def gather(self, folder: Path, step: int) -> None:
-        """Copy to `folder` what the other processes have handed over so far."""
+        """Copy to `folder` what the other processes have handed over so far. Its objects become the checkpoint's."""
         shares = self._shares(step)
         markers = self._names(shares)
-        keys = [path.removeprefix(f"{self._root}/") for path in self._system.find(f"{self._root}/{shares}")]
-        there = {key.removeprefix(f"{shares}/"): key for key in keys}
+        there = {key.removeprefix(f"{shares}/"): key for key in self._system.find(shares)}
         self._download({name: key for name, key in there.items() if "/" in name or name in markers}, folder)
 
     def _shares(self, step: int) -> str:
         return f"uploads/{self._commit.writer}/shares/{step}"
 
-    def _download(self, keys: Mapping[str, str], folder: Path, *, may_be_gone: bool = False) -> None:
+    def _download(self, keys: Mapping[str, str], folder: Path) -> None:
         def download(name: str) -> None:
             file = folder / name
-            if file.exists() and self._objects.get(_fingerprint(file)) == keys[name]:
-                return
             file.parent.mkdir(parents=True, exist_ok=True)
             try:
-                self._system.get_file(f"{self._root}/{keys[name]}", str(file))
-                self._objects[_fingerprint(file)] = keys[name]
+                if not file.exists() or self._objects.get(_fingerprint(file.stat())) != keys[name]:
+                    self._system.get_file(keys[name], str(file))
+                    self._objects[_fingerprint(file.stat())] = keys[name]
             except FileNotFoundError:
                 file.unlink(missing_ok=True)
-                if not may_be_gone:
+                if not _WHEN_NEEDED.match(name):
                     raise
 
         self._each(download, keys)
@@ -336,7 +341,7 @@ class Store(RunLock):
     def _remove(self, keys: Iterable[str]) -> None:
         def remove(key: str) -> None:
             with contextlib.suppress(FileNotFoundError):
-                self._system.rm_file(f"{self._root}/{key}")
+                self._system.rm_file(key)
 
         self._each(remove, keys)
 
@@ -350,20 +355,24 @@ class Store(RunLock):
                 self.show_life()
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files(folder: Path) -> Iterator[tuple[str, _Fingerprint]]:
     """What is uploaded."""
-    for entry in folder.iterdir():
-        if entry.name in ("processes", _ALIVE) or is_temporary(entry.name) or is_marked(entry):
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            yield from _files(entry)
-        elif entry.is_file():
-            yield entry
+
+    def failed(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    for parent, folders, names in os.walk(folder, onerror=failed):
+        left_out = {name for name in folders if is_temporary(name) or is_marked(Path(parent, name))}
+        folders[:] = {*folders} - left_out - {"processes"}
+        for file in (Path(parent, name) for name in names if name != _ALIVE):
+            with contextlib.suppress(FileNotFoundError):  # it has just been removed
+                if stat.S_ISREG((status := file.stat()).st_mode):
+                    yield file.relative_to(folder).as_posix(), _fingerprint(status)
 
 
-def _fingerprint(file: Path) -> tuple[int, int, int]:
+def _fingerprint(status: os.stat_result) -> _Fingerprint:
     """Stays when a file is renamed, and changes with its content."""
-    status = file.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 

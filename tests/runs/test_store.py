@@ -1,8 +1,11 @@
 """A run in an object store has one writer and whole checkpoints, whatever fails, here on moto's S3 server."""
 
+import contextlib
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -20,7 +23,8 @@ URL = "s3://bucket/some/run"
 def start(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Store]]:
     """Starts of a run; those of the same process would be told apart by nobody, so all seem to be on other machines."""
     monkeypatch.setattr(Holder, "is_alive", None)
-    monkeypatch.setattr(stores, "TOUCHED_EVERY", 0.5)
+    monkeypatch.setattr(stores, "RENEWED_EVERY", 0.5)
+    monkeypatch.setattr(stores, "_AT_START", 1.5)
     made: list[Store] = []
 
     def begin(url: str = URL) -> Store:
@@ -30,7 +34,8 @@ def start(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., St
     yield begin
     s3.fault = lambda request: None
     for each in made:
-        each.release()
+        with contextlib.suppress(RunError):  # it belongs to another
+            each.release()
         each.close()
 
 
@@ -50,6 +55,7 @@ def objects() -> list[str]:
     return [path.removeprefix("bucket/some/run/") for path in system.find("bucket") if "/uploads/" in path]
 
 
+ODD = {"data/ä b#1*?[x]%20+.txt": "odd"}
 CHECKPOINT = {"checkpoints/5/checkpoint.json": "five", "checkpoints/5/state/d/x": "x", "checkpoints/5/state/y": "y"}
 
 
@@ -62,11 +68,13 @@ def test_files_come_back_and_go(start: Callable[..., Store]) -> None:
         {"metrics.jsonl": "1", "processes/0.json": "no", "checkpoints/7.orbax-checkpoint-tmp/x": "no"} | CHECKPOINT,
     )
     first.publish()
-    write(first, {"metrics.jsonl": "12"})
+    write(first, {"metrics.jsonl": "12"} | ODD)
     first.release()
+    fsspec.filesystem("s3", skip_instance_cache=True).pipe({"bucket/some/run/": b"", "bucket/some/run/commits/": b""})
     second = start()
     second.take()
-    assert read(second) == {"metrics.jsonl": "12", "checkpoints/5/checkpoint.json": "five"}
+    assert read(second) == {"metrics.jsonl": "12", "checkpoints/5/checkpoint.json": "five"} | ODD
+    (second.folder / next(iter(ODD))).unlink()
     second.publish()
     before = {*objects()}
     assert len(before) == 4
@@ -80,6 +88,31 @@ def test_files_come_back_and_go(start: Callable[..., Store]) -> None:
     (second.folder / "metrics.jsonl").unlink()
     second.release()
     assert read(start()) == {"checkpoints/damaged-5-0/checkpoint.json": "five"}
+
+
+def test_a_copy_that_is_removed_removes_nothing(start: Callable[..., Store], tmp_path: Path) -> None:
+    """By another program, or at the end, while a thread still waits to publish; a file that comes back is uploaded
+    again."""
+    store, files = start(), {"run.json": "{}", "config.toml": "x"} | CHECKPOINT
+    store.take()
+    write(store, files)
+    store.publish()
+    (store.folder / "config.toml").rename(tmp_path / "x")
+    store.publish()
+    (tmp_path / "x").rename(store.folder / "config.toml")
+    store.publish()
+    shutil.copytree(store.folder, tmp_path / "copy")
+    shutil.rmtree(store.folder)
+    with pytest.raises(RunError, match="is gone, so this process stops writing to s3://bucket/some/run"):
+        store.publish()
+    shutil.copytree(tmp_path / "copy", store.folder)
+    store.release()
+    shutil.rmtree(store.folder / "checkpoints")
+    with pytest.raises(RunError):
+        store.publish(patience=0)
+    last = start()
+    last.fetch(last.folder / "checkpoints" / "5")
+    assert read(last) == files
 
 
 def test_who_wakes_after_a_takeover_writes_no_more(
@@ -146,8 +179,13 @@ def test_one_line_for_each_mistake(s3: Any, start: Callable[..., Store]) -> None
         request.pop("HTTP_IF_NONE_MATCH", None)
 
     s3.fault = forget
-    with pytest.raises(UserError, match="objects are replaced, not created; valid: a store with conditional writes"):
-        start().take()
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match="objects are replaced, not created; valid: a store with conditional writes"
+        ):
+            start().take()
+    with pytest.raises(UserError, match=r"--init s3://; valid: s3://BUCKET/RUN"):
+        stores.run_folder("s3://", "--init")
 
 
 @pytest.mark.parametrize("races", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.full)])
