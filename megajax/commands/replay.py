@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from megajax.core.errors import UserError
+from megajax.runs.store import run_folder
 from megajax.settings.flags import Parser
 
 FLAGS = (
@@ -35,5 +35,5 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--steps {args.steps}; valid: FIRST:LAST, such as 41:45, or one step, counted from 1")
     from megajax.training.replay import Replay
 
-    steps_of = Path(args.run), int(first), int(last or first), parser.overrides(args)
+    steps_of = run_folder(args.run, "RUN"), int(first), int(last or first), parser.overrides(args)
     Replay(*steps_of, plugins=not args.no_plugins, samples=args.samples, layers=args.layers)()

@@ -28,6 +28,8 @@ from megajax.runs.metrics import read_metrics
 from megajax.runs.ownership import FORMS, IMPORTED, MARK, MARKED, OF_SAMPLES
 from megajax.runs.starts import Start, starts, this_machine
 from megajax.runs.step_folders import complete
+from megajax.runs.store import store_of
+from megajax.runs.stored import fetch
 from megajax.runs.trained import check_run
 from megajax.settings.checks import check_given
 from megajax.settings.config import Config, lasting, to_toml
@@ -75,49 +77,50 @@ class Replay:
         """Train the steps and compare what they record. Raises `RunError` if a step differs."""
         run_dir, last = self.run_dir, self.last
         check_run(run_dir, "RUN")
-        recorded = _by_step(read_metrics(run_dir))
+        recorded, known = _by_step(run_dir), starts(run_dir)
         self._check(recorded)
-        known = starts(run_dir)
         begin = _begin(run_dir, self.first, known)
-        now = max(index for index, each in enumerate(known) if each.step <= begin or not index)
-        parts = [each for each in known[now:] if each.step < last]
+        parts = [_at(known, begin), *[each for each in known if begin < each.step < last]]
         if any(each.given for each in parts):
             what = f"{run_dir}: its steps were trained on data that Python code gave"
             raise UserError(f"{what}; valid: steps trained on a corpus, a task or --data.set")
-        configs, own = ([self._config(each, values) for each in parts] for values in (self.overrides, {}))
-        for config in configs:
+        configs, own = ({each.step: self._config(each, values) for each in parts} for values in (self.overrides, {}))
+        meshes = (own, configs)[not self.layers :]
+        for config in configs.values():
             check_given(config)
-        simulated = max(config.simulate_devices for config in configs + own * self.layers)
-        start(dataclasses.replace(configs[0], simulate_devices=simulated))
-        if self.layers and jax.process_count() > 1:
-            raise UserError("--layers with several processes; valid: one process")
-        exact = all(map(_same_bits, configs, own, parts))
+        simulated = max(config.simulate_devices for mesh in meshes for config in mesh.values())
+        start(dataclasses.replace(configs[parts[0].step], simulate_devices=simulated))
+        if jax.process_count() > 1 and (self.layers or store_of(run_dir)):
+            what = "--layers" if self.layers else f"RUN {run_dir}"
+            raise UserError(f"{what} with several processes; valid: one process")
+        fetch(run_dir / "checkpoints" / str(begin))
+        exact = all(_same_bits(configs[each.step], own[each.step], each) for each in parts)
         since = f"its checkpoint of step {begin}" if begin else "the weights that it began with"
         say(f"steps {self.first} to {last} of {run_dir} again, from {since}")
-        before, norms, lines = known[max(0, now - (known[now].step == begin))], list[Norms](), [""]
-        stops = [*(each.step for each in parts[1:]), *[self.first - 1] * (self.samples or self.layers), last]
+        before, norms = _at(known, begin - 1), list[Norms]()
+        laid_out = self._config(before, self.overrides), before.preset.horizon
+        stops = {*[each.step for each in parts[1:]], *[self.first - 1] * (self.samples or self.layers), last}
 
         def compare() -> list[int]:
-            differing, lines[0] = compared(recorded, _by_step(read_metrics(folder)), begin, config.precision, exact)
-            return [differing]
+            differs, what = compared(recorded, _by_step(folder), begin, config.precision, exact)
+            return [differs, *what.encode()]
 
-        for several in (own, configs)[not self.layers :]:
+        for mesh in meshes:
             with _workplace(run_dir) as folder:
-                laid_out = self._config(before, self.overrides), before.preset.horizon
                 on_first_process(partial(_lay_out, run_dir, folder, begin, *laid_out))
                 at = begin
-                for stop in sorted({stop for stop in stops if stop > begin}):
-                    which = max(index for index, each in enumerate(parts) if each.step <= at or not index)
-                    config, horizon = several[which], parts[which].preset.horizon or UNKNOWN
-                    ending: Any = "saved" if stop < last else "none"
-                    show = partial(self._shown, norms)
-                    _train(config, folder, stop, Supplied(horizon=horizon, ending=ending, on_begin=show), self.layers)
+                for stop in sorted(stop for stop in stops if stop > begin):
+                    horizon = _at(parts, at).preset.horizon or UNKNOWN
+                    given = Supplied(
+                        horizon=horizon, ending="saved" if stop < last else "none", on_begin=partial(self._shown, norms)
+                    )
+                    _train(mesh[_at(parts, at).step], folder, stop, given, some=self.layers)
                     at = stop
-                (differing,) = on_first_process(compare)
+                differs, *text = on_first_process(compare)
         if self.layers:
             say("\n".join([f"norms of step {last} on the run's own mesh and on the other one:", *beside(*norms)]))
-        line = f"steps {begin + 1} to {last} of {run_dir}: {lines[0] or 'process 0 says which differs'}"
-        if differing:
+        line = f"steps {begin + 1} to {last} of {run_dir}: {bytes(text).decode()}"
+        if differs:
             raise RunError(line)
         say(line)
 
@@ -193,12 +196,17 @@ def _relative(a: float | None, b: float | None) -> float:
     return math.inf if a is None or b is None else abs(a - b) / max(abs(a), abs(b))
 
 
-def _by_step(records: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The figures of every step."""
+def _by_step(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """The figures of every step of a run."""
     found: dict[int, dict[str, Any]] = {}
-    for record in records:
+    for record in read_metrics(run_dir):
         found.setdefault(record["step"], {}).update(record)
     return found
+
+
+def _at(known: Sequence[Start], step: int) -> Start:
+    """The start that trained the step after `step`."""
+    return [each for each in known if each.step <= step or each is known[0]][-1]
 
 
 def _begin(run_dir: Path, first: int, known: Sequence[Start]) -> int:
@@ -244,8 +252,8 @@ def _lay_out(run_dir: Path, folder: Path, begin: int, config: Config, horizon: H
     for name in (*OF_SAMPLES, FORMS, IMPORTED):
         if reading.kind(run_dir / name):
             shutil.copy(run_dir / name, folder / name)
-    linked = [run_dir / "data", run_dir / "tokenizer", *[run_dir / "checkpoints" / str(begin)] * bool(begin)]
-    for file in (file for each in linked for file in each.rglob("*") if file.is_file()):
+    linked = (run_dir / name for name in ("data", "tokenizer", f"checkpoints/{begin}"))
+    for file in (file for each in linked if each.exists() for file in each.rglob("*") if file.is_file()):
         link = folder / file.relative_to(run_dir)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(file.resolve())

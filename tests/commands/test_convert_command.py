@@ -34,6 +34,7 @@ def test_import_train_evaluate_export(commands: Commands, corpus: Path, mesh: tu
     flags = ("--data.path", corpus, "--train.global-batch", 4, "--train.steps", 2, "--checkpoint.keep", 1)
     still = ("--optimizer.learning-rate", 1e-12, "--sample.tokens", 0, "--train.eval-batches", 0)
     assert "resumed from step 0" in commands.run("train.py", run / "config.toml", *flags, *still, *mesh).ok()
+    assert "bit for bit" in commands.run("-m", "megajax", "replay", run, "--steps", "1:2").ok()
     assert load_tokenizer(run / "data" / "tokenizer") == tokenizer
     imported = commands.perplexity(run, "--step", 0)
     assert imported["step"] == 0 and imported["loss"] == pytest.approx(validation(run)[2], rel=1e-6)

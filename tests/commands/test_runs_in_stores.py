@@ -53,6 +53,8 @@ def test_a_run_is_continued_and_read(commands: Commands, straight: Run, copy: An
     assert not any("resumed" in record for record in records(straight.folder))
     for flags in ((), ("--step", 15)):
         assert commands.perplexity(URL, *flags) == commands.perplexity(straight.folder, *flags)  # type: ignore[arg-type]
+    replayed = commands.run("-m", "megajax", "replay", URL, "--steps", 16).ok()
+    assert replayed.splitlines()[-1] == f"steps 16 to 16 of {URL}: the same, bit for bit"
     for where in (URL, straight.folder):
         exported = tmp_path / str(where == URL)
         commands.run("-m", "megajax", "convert", "export-hf", where, exported, "--json").ok()
