@@ -1,6 +1,7 @@
 """`--train.selftest` finds a device that computes wrongly, and a group that exchanges wrongly; and nothing else."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import Array
 from tiny import tiny_config
 
 from megajax.core.errors import RunError
-from megajax.core.parallel.collectives import axis_index, g
+from megajax.core.parallel.collectives import axis_index
 from megajax.core.program.program import Program
 from megajax.start import selftest
 
@@ -36,10 +37,13 @@ def test_a_wrong_device_and_a_wrong_exchange(monkeypatch: pytest.MonkeyPatch, ca
     selftest.selftest(program)
     said = "self-test: products, sums and exchanges over data, tensor are exact on 4 devices ("
     assert capsys.readouterr().out.startswith(said)
-    product, sums, (_, right) = selftest._product, selftest._sums, selftest._EXCHANGES["all-reduce"]
-    only_sums = {"all-reduce": (lambda x, axis: on(1, 0, last_bit)(g(x, axis)), right)}
-    monkeypatch.setattr(selftest, "_product", lambda *args: on(0, 1, last_bit)(product(*args)))
-    monkeypatch.setattr(selftest, "_sums", lambda *args: on(1, 1, last_bit)(sums(*args)))
+
+    def faulty(test: Callable[..., Any], place: tuple[int, int]) -> Callable[..., Any]:
+        return lambda *args: (on(*place, last_bit)((pair := test(*args))[0]), pair[1])
+
+    monkeypatch.setattr(selftest, "_product", faulty(selftest._product, (0, 1)))
+    monkeypatch.setattr(selftest, "_sums", faulty(selftest._sums, (1, 1)))
+    only_sums = {"all-reduce": faulty(selftest._EXCHANGES["all-reduce"], (1, 0))}
     monkeypatch.setattr(selftest, "_EXCHANGES", only_sums)
     with pytest.raises(RunError) as caught:
         selftest.selftest(program)
