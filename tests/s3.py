@@ -20,8 +20,8 @@ class S3Server:
     """
 
     def __init__(self) -> None:
-        moto = pytest.importorskip("moto.server", reason="needs moto[server]", exc_type=ImportError)
-        pytest.importorskip("s3fs", reason="needs the extra `s3`")
+        moto = pytest.importorskip("moto.server", reason="needs the extra `dev`", exc_type=ImportError)
+        pytest.importorskip("s3fs", reason="needs the extra `dev`")
         from werkzeug.serving import WSGIRequestHandler, make_server
 
         class Quiet(WSGIRequestHandler):
