@@ -76,8 +76,9 @@ def _patiently(method: Callable[..., None]) -> Callable[..., None]:
     writer is news."""
 
     @functools.wraps(method)
-    def call(store: "Store", *given: Any, patience: float = PATIENCE, **further: Any) -> None:
-        end, pause, news = time.monotonic() + patience, 1.0, store.news if store.taken and patience else []
+    def call(store: "Store", *given: Any, patience: float | None = None, **further: Any) -> None:
+        patience, pause = PATIENCE if patience is None else patience, 1.0
+        end, news = time.monotonic() + patience, store.news if store.taken and patience else []
         with store.lock:
             while True:
                 try:
@@ -194,8 +195,7 @@ class Store(RunLock):
         try:
             self.publish(ends=True)
         except (OSError, RunError) as error:
-            del known_as[str(self.folder)]
-            problem = f"{self.url}: {in_one_line(error)}; what was not uploaded stays in {self.folder}"
+            problem = f"{self.url}: {in_one_line(error)}; what was not uploaded stays in {self._copy}"
             (self._copy / _OWNER).unlink()
             Exit.at_end.remove(self.close)
             if before is None:

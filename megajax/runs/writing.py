@@ -24,14 +24,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 
-from megajax.core.errors import RunError
 from megajax.core.program.state import StateLayout, TrainState
 from megajax.host.paths import identity
 from megajax.host.processes import all_agree, is_first_process, of_first_process
 from megajax.runs import step_folders
 from megajax.runs.digests import Manifest, checksum, local_checksums, read_json, write_json
 from megajax.runs.failures import expect_abandoned, forget_abandoned, in_one_line
-from megajax.runs.store import Store, store_of
+from megajax.runs.store import store_of
 
 _PATIENCE = 30.0  # seconds that `abandon` waits for other processes
 _POLL = 0.05  # seconds
@@ -81,7 +80,7 @@ class Write:
     def _run(self) -> None:
         alone = jax.process_count() == 1
         try:
-            self._part_written = self._twice(self._write_all if alone else self._write_part)
+            self._part_written = self._tried(self._write_all if alone else self._write_part)
             if not alone:
                 self._leave_marker()
         finally:
@@ -89,16 +88,16 @@ class Write:
         if alone:
             self._complete = self._part_written
         elif is_first_process() and self._part_written and self._others_wrote():
-            self._complete = self._twice(self._finish)
+            self._complete = self._tried(self._finish)
         self._canonical = None
-        if self._complete and self._store:
-            self._complete = self._publish(self._store)
+        if self._complete and self._store:  # if that fails, it is uploaded later
+            self._complete = self._tried(self._store.publish, times=1)
         if self._complete:
             self._then()
 
-    def _twice(self, action: Callable[[], None]) -> bool:
+    def _tried(self, action: Callable[[], None], times: int = 2) -> bool:
         """Try `action` up to twice; returns whether it succeeded."""
-        for _ in range(2):
+        for _ in range(times):
             try:
                 action()
                 return True
@@ -166,7 +165,7 @@ class Write:
         processes = range(1, jax.process_count())
         while True:
             others = self._others
-            if self._store and not self._twice(functools.partial(self._store.gather, self._place, self.step)):
+            if self._store and not self._tried(functools.partial(self._store.gather, self._place, self.step)):
                 return False
             if others or all(self._marker(process, True).exists() for process in processes):
                 return True
@@ -175,15 +174,6 @@ class Write:
                 self.problem = self.problem or "another process could not write its share"
                 return False
             time.sleep(20 * _POLL if self._store else _POLL)
-
-    def _publish(self, store: Store) -> bool:
-        """Upload the checkpoint; if that fails, it is uploaded later."""
-        try:
-            store.publish()
-            return True
-        except (OSError, RunError) as error:
-            self.problem = in_one_line(error)
-            return False
 
     def _finish(self) -> None:
         """Merge what the processes have written and give the folder its final name."""

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import random
+import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +71,42 @@ def test_a_run_is_continued_and_read(commands: Commands, straight: Run, copy: An
     assert "weights: from step 0 of s3://bucket/imported" in begun.out
     refused = commands.run("train.py", commands.preset, "--run-dir", URL, "--resume", "never")
     assert refused.code == 2 and "already holds a run; valid: a new --run-dir" in refused.err, refused
+
+
+@pytest.mark.slow
+def test_failed_uploads_end_a_run_and_a_signal_lets_one_end(
+    commands: Commands, s3: Any, copy: Any, tmp_path: Path
+) -> None:
+    """After as many failures as `--checkpoint.max-failures`; the next start goes on from what is in the store. SIGTERM
+    in the middle of an upload leaves a whole checkpoint."""
+    (plugin := tmp_path / "impatient.py").write_text("from megajax.runs import store\n\nstore.PATIENCE = 0.5\n")
+    line = ("train.py", commands.preset, *LONG, "--run-dir", URL, "--plugins", plugin)
+    uploading = threading.Event()
+
+    def refuse(request: dict[str, Any]) -> str | None:
+        return "503" if re.search("checkpoints/(10|15)/", request["PATH_INFO"]) else None
+
+    s3.fault = refuse
+    done = finish(commands.start(*line, "--checkpoint.max-failures", 2))
+    assert done.code == 1 and f"last good checkpoint: {URL}/checkpoints/5 (step 5)" in done.err, done
+    assert "that is 2 in a row (--checkpoint.max-failures 2), so training stops" in done.err
+    assert "the checkpoint of step 10 could not be written" in done.out and "what was not uploaded stays" in done.out
+    assert checkpoint_steps(copy()) == [5]
+
+    def delay(request: dict[str, Any]) -> None:
+        if "checkpoints/15/" in request["PATH_INFO"]:
+            uploading.set()
+            time.sleep(0.5)
+
+    s3.fault = delay
+    process = commands.start(*line)
+    assert uploading.wait(120)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert done.code == 143 and f"resumed from step 5 of {URL}" in done.out, done
+    folder = copy() / "checkpoints"
+    assert 15 in (steps := checkpoint_steps(folder.parent)) and steps[-1] < 100
+    assert not any(problem_of(folder / str(step), read_manifest(folder / str(step))) for step in steps)
 
 
 @pytest.mark.full
