@@ -35,21 +35,23 @@ def this_machine() -> str:
 def keep_start(run_dir: Path, step: int, text: str, given: bool) -> None:
     """Keep the `text` of config.toml of a start that continues after `step`, in place of starts after that, and whether
     its data were `given` by Python code. The config.toml that is there is of the start before."""
-    earlier = [each for each in _steps(run_dir) if each < step]
-    for each in set(_steps(run_dir)) - {*earlier}:
-        _file(run_dir, each).unlink()
-    before = run_dir / "config.toml"
+    kept, before = _files(run_dir), run_dir / "config.toml"
+    earlier = [file for each, file in kept.items() if each < step]
     if step and not earlier and reading.kind(before):  # of an earlier version of megajax
-        write_atomically(_file(run_dir, 0), reading.read_bytes(before))
+        earlier = [run_dir / FOLDER / "0.toml"]
+        write_atomically(earlier[0], reading.read_bytes(before))
     text = f"{_ON}{this_machine()}{_GIVEN * given}\n{text}"
-    if not earlier or reading.read_bytes(_file(run_dir, earlier[-1])) != text.encode():
-        write_atomically(_file(run_dir, step), text)
+    differs = not earlier or reading.read_bytes(earlier[-1]) != text.encode()
+    if differs:
+        write_atomically(run_dir / FOLDER / f"{step}.toml", text)
+    for file in [file for each, file in kept.items() if each >= step + differs]:
+        file.unlink()
 
 
 def starts(run_dir: Path) -> list[Start]:
     """A run's starts in order; of one that kept none, its config.toml, as if all steps had been trained with it."""
     config, found = run_dir / "config.toml", []
-    for step, file in [(each, _file(run_dir, each)) for each in _steps(run_dir)] or [(0, config)]:
+    for step, file in (_files(run_dir) or {0: config}).items():
         preset, first = read_preset(file, in_run=True), reading.read_text(file).partition("\n")[0]
         if isinstance(plugins := preset.values.get("plugins"), Unproven):
             plugins.place = str(config)  # whose record has them
@@ -58,10 +60,7 @@ def starts(run_dir: Path) -> list[Start]:
     return found
 
 
-def _steps(run_dir: Path) -> list[int]:
-    names = (Path(name).stem for name in reading.names(run_dir / FOLDER) if name.endswith(".toml"))
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
-def _file(run_dir: Path, step: int) -> Path:
-    return run_dir / FOLDER / f"{step}.toml"
+def _files(run_dir: Path) -> dict[int, Path]:
+    """By step, ascending."""
+    steps = (name.removesuffix(".toml") for name in reading.names(run_dir / FOLDER) if name.endswith(".toml"))
+    return {step: run_dir / FOLDER / f"{step}.toml" for step in sorted(int(step) for step in steps if step.isdecimal())}

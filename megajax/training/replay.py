@@ -7,7 +7,7 @@ removed at the end. It is resumed like any run; only what it records is compared
 import contextlib
 import dataclasses
 import math
-import secrets
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +22,10 @@ from megajax.core.models.router import LOAD
 from megajax.core.optim.config import UNKNOWN, Horizon
 from megajax.core.program.program import Program
 from megajax.host import reading
-from megajax.host.files import write_atomically
-from megajax.host.processes import is_first_process, on_first_process, say
+from megajax.host.files import writable
+from megajax.host.processes import on_first_process, say
 from megajax.runs.metrics import read_metrics
-from megajax.runs.ownership import FORMS, IMPORTED, MARK, MARKED, OF_SAMPLES
+from megajax.runs.ownership import FORMS, IMPORTED, OF_SAMPLES, mark
 from megajax.runs.starts import Start, starts, this_machine
 from megajax.runs.step_folders import complete
 from megajax.runs.store import store_of
@@ -170,30 +170,23 @@ def compared(
 ) -> tuple[bool, str]:
     """Whether figures of steps after `begin` differ, bit by bit or by more than rounding, and a line that names the
     first step, or says how near they are."""
-    largest, nearest = 0.0, ""
+    nearest = 0.0, ""
     for step, figures in sorted(replayed.items()):
-        for name, value in figures.items():
-            if name in _OF_TIME or name not in recorded.get(step, {}):
-                continue
-            other = recorded[step][name]
-            off, rounds = _relative(other, value), not exact and name not in _EXACT
+        for name in [name for name in figures if name in recorded.get(step, {}) and name not in _OF_TIME]:
+            value, other = figures[name], recorded[step][name]  # None: it was not finite
+            off = 0.0 if value == other else math.inf
+            if off and None not in (value, other):
+                off = abs(value - other) / max(abs(value), abs(other))
+            rounds = not exact and name not in _EXACT
             limit = ROUNDING[precision][not name.startswith("loss")] * (step - begin) * rounds
             if off > limit:
                 what = f"{name} {value}, not {other} ({off:.2g} of it"
                 bound = f"; rounding in {precision} makes up to {limit:.1g})" if rounds else ")"
                 return True, f"step {step} is the first that differs: {what}{bound}"
-            if off > largest:
-                largest, nearest = off, f"{name} of step {step}"
-    if exact or not largest:
+            nearest = max(nearest, (off, f"{name} of step {step}"))
+    if exact or not nearest[0]:
         return False, "the same, bit for bit"
-    return False, f"the same up to rounding, at most {largest:.2g} of the {nearest}"
-
-
-def _relative(a: float | None, b: float | None) -> float:
-    """The difference of two figures, relative to the larger one; None stands for what is not finite."""
-    if a == b:
-        return 0.0
-    return math.inf if a is None or b is None else abs(a - b) / max(abs(a), abs(b))
+    return False, f"the same up to rounding, at most {nearest[0]:.2g} of the {nearest[1]}"
 
 
 def _by_step(run_dir: Path) -> dict[int, dict[str, Any]]:
@@ -235,28 +228,27 @@ def _same_bits(config: Config, own: Config, each: Start) -> bool:
 @contextlib.contextmanager
 def _workplace(run_dir: Path) -> Iterator[Path]:
     """A folder for the run that replays, removed at the end; of several processes beside the run, where all see it."""
-    (number,) = on_first_process(lambda: [secrets.randbelow(1 << 31)])
-    parent = Path(tempfile.gettempdir()) if jax.process_count() == 1 else run_dir.absolute().parent
-    folder = parent / f"{run_dir.absolute().name}.replay-{number}"
-    on_first_process(lambda: write_atomically(folder / MARK, MARKED))  # a run's
-    try:
-        yield folder
-    finally:
-        if is_first_process():
-            shutil.rmtree(folder, ignore_errors=True)
+    parent = None if jax.process_count() == 1 else run_dir.absolute().parent
+    with contextlib.ExitStack() as stack:
+
+        def made() -> list[int]:
+            with writable(f"{run_dir}.replay"):
+                folder = tempfile.TemporaryDirectory("", f"{run_dir.name}.replay-", parent, ignore_cleanup_errors=True)
+            return [*os.fsencode(stack.enter_context(folder))]
+
+        yield Path(os.fsdecode(bytes(on_first_process(made))))
 
 
 def _lay_out(run_dir: Path, folder: Path, begin: int, config: Config, horizon: Horizon | None) -> None:
     """Fill a run directory with what a run had when it had done `begin` steps, after its start with `config`."""
+    mark(folder)
     (folder / "config.toml").write_text(to_toml(lasting(config), horizon))
     for name in (*OF_SAMPLES, FORMS, IMPORTED):
         if reading.kind(run_dir / name):
             shutil.copy(run_dir / name, folder / name)
-    linked = (run_dir / name for name in ("data", "tokenizer", f"checkpoints/{begin}"))
-    for file in (file for each in linked if each.exists() for file in each.rglob("*") if file.is_file()):
-        link = folder / file.relative_to(run_dir)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(file.resolve())
+    for name in ("data", "tokenizer", f"checkpoints/{begin}"):
+        if (run_dir / name).exists():
+            shutil.copytree(run_dir.resolve() / name, folder / name, copy_function=os.symlink)
 
 
 def _train(config: Config, folder: Path, end: int, given: Supplied, some: bool) -> None:
