@@ -103,7 +103,8 @@ class Checkpoints:
             self._settle()
         news, self._news = self._news, []
         if self._store is not None:
-            news, self._store.news = self._store.news + news, []
+            news = [*self._store.news, *news]
+            self._store.news.clear()  # another thread may be adding to it
         return news
 
     @property

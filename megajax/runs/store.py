@@ -56,7 +56,7 @@ def run_folder(path: str | Path, flag: str) -> Path:
         check_path(path, flag)
         return Path(path)
     url = re.sub(":/+", "://", str(path), count=1).rstrip("/")
-    if "://" not in url or {".", ".."} & {*PurePosixPath(url).parts}:
+    if "://" not in url or ".." in PurePosixPath(url).parts:
         raise UserError(f"{flag} {path}; valid: s3://BUCKET/RUN or gs://BUCKET/RUN")
     if url not in _stores:
         try:
