@@ -33,7 +33,12 @@ def main(argv: Sequence[str]) -> None:
     first, _, last = args.steps.partition(":")
     if not re.fullmatch(r"[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?", args.steps) or int(last or first) < int(first):
         raise UserError(f"--steps {args.steps}; valid: FIRST:LAST, such as 41:45, or one step, counted from 1")
-    from megajax.training.replay import Replay
+    if args.samples + args.layers and int(last or first) > int(first):
+        raise UserError(f"--{'samples' if args.samples else 'layers'} with --steps {args.steps}; valid: one step")
+    overrides = parser.overrides(args)
+    if args.layers and not any(key.startswith("mesh.") for key in overrides):
+        raise UserError("--layers without another mesh; valid: --mesh.… of one")
+    from megajax.training.replay import replay
 
-    steps_of = run_folder(args.run, "RUN"), int(first), int(last or first), parser.overrides(args)
-    Replay(*steps_of, plugins=not args.no_plugins, samples=args.samples, layers=args.layers)()
+    shown = {"samples": args.samples, "layers": args.layers}
+    replay(run_folder(args.run, "RUN"), int(first), int(last or first), overrides, plugins=not args.no_plugins, **shown)

@@ -53,112 +53,94 @@ ROUNDING = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Replay:
-    """Steps of a run to train again.
+def replay(
+    run_dir: Path,
+    first: int,
+    last: int,
+    overrides: Mapping[str, Any],
+    *,
+    plugins: bool = True,
+    samples: bool = False,
+    layers: bool = False,
+) -> None:
+    """Train steps of a run again and compare what they record. Raises `RunError` if a step differs.
 
-    Attributes:
+    Args:
         first, last: the steps.
         overrides: replace values of the run's configuration.
         plugins: whether to load those that the run has.
         samples, layers: what to show of a single step: the losses of its documents; the norms of its layers, on the
             run's own mesh and on the other one.
     """
+    check_run(run_dir, "RUN")
+    recorded, known = _by_step(run_dir), starts(run_dir)
+    with_loss = [step for step, record in recorded.items() if "loss" in record]
+    if missing := sorted({*range(first, last + 1)} - {*with_loss}):
+        valid = f"steps from {min(with_loss)} to {max(with_loss)}" if with_loss else "a run that has trained"
+        lacks = f"{run_dir / 'metrics.jsonl'} lacks step {missing[0]}"
+        raise UserError(f"--steps {first}:{last}: {lacks}; valid: {valid}")
+    begin = _begin(run_dir, first, known)
+    parts = [_at(known, begin), *[each for each in known if begin < each.step < last]]
+    if any(each.given for each in parts):
+        what = f"{run_dir}: its steps were trained on data that Python code gave"
+        raise UserError(f"{what}; valid: steps trained on a corpus, a task or --data.set")
+    left_out = () if plugins and "plugins" not in overrides else ("plugins",)
+    configs, own = ({each.step: _config(each, of, left_out) for each in parts} for of in (overrides, {}))
+    meshes = (own, configs)[not layers :]
+    for config in configs.values():
+        check_given(config)
+    simulated = max(config.simulate_devices for mesh in meshes for config in mesh.values())
+    start(dataclasses.replace(configs[parts[0].step], simulate_devices=simulated))
+    if jax.process_count() > 1 and (layers or store_of(run_dir)):
+        what = "--layers" if layers else f"RUN {run_dir}"
+        raise UserError(f"{what} with several processes; valid: one process")
+    fetch(run_dir / "checkpoints" / str(begin))
+    exact = all(_same_bits(configs[each.step], own[each.step], each) for each in parts)
+    since = f"its checkpoint of step {begin}" if begin else "the weights that it began with"
+    say(f"steps {first} to {last} of {run_dir} again, from {since}")
+    before, norms = _at(known, begin - 1), list[Norms]()
+    laid_out = _config(before, overrides, left_out), before.preset.horizon
+    stops = {*[each.step for each in parts[1:]], *[first - 1] * (samples or layers), last}
 
-    run_dir: Path
-    first: int
-    last: int
-    overrides: Mapping[str, Any]
-    plugins: bool = True
-    samples: bool = False
-    layers: bool = False
+    def show(run: Trainer) -> None:
+        """What is wanted of a step, before it is trained."""
+        if run.first == first - 1 and layers:
+            norms.append(norms_of_layers(run))
+        if run.first == first - 1 and samples and len(norms) != 1:
+            say("\n".join(losses_of_samples(run, first)))
 
-    def __call__(self) -> None:
-        """Train the steps and compare what they record. Raises `RunError` if a step differs."""
-        run_dir, last = self.run_dir, self.last
-        check_run(run_dir, "RUN")
-        recorded, known = _by_step(run_dir), starts(run_dir)
-        self._check(recorded)
-        begin = _begin(run_dir, self.first, known)
-        parts = [_at(known, begin), *[each for each in known if begin < each.step < last]]
-        if any(each.given for each in parts):
-            what = f"{run_dir}: its steps were trained on data that Python code gave"
-            raise UserError(f"{what}; valid: steps trained on a corpus, a task or --data.set")
-        configs, own = ({each.step: self._config(each, values) for each in parts} for values in (self.overrides, {}))
-        meshes = (own, configs)[not self.layers :]
-        for config in configs.values():
-            check_given(config)
-        simulated = max(config.simulate_devices for mesh in meshes for config in mesh.values())
-        start(dataclasses.replace(configs[parts[0].step], simulate_devices=simulated))
-        if jax.process_count() > 1 and (self.layers or store_of(run_dir)):
-            what = "--layers" if self.layers else f"RUN {run_dir}"
-            raise UserError(f"{what} with several processes; valid: one process")
-        fetch(run_dir / "checkpoints" / str(begin))
-        exact = all(_same_bits(configs[each.step], own[each.step], each) for each in parts)
-        since = f"its checkpoint of step {begin}" if begin else "the weights that it began with"
-        say(f"steps {self.first} to {last} of {run_dir} again, from {since}")
-        before, norms = _at(known, begin - 1), list[Norms]()
-        laid_out = self._config(before, self.overrides), before.preset.horizon
-        stops = {*[each.step for each in parts[1:]], *[self.first - 1] * (self.samples or self.layers), last}
+    def compare() -> list[int]:
+        differs, what = compared(recorded, _by_step(folder), begin, config.precision, exact)
+        return [differs, *what.encode()]
 
-        def compare() -> list[int]:
-            differs, what = compared(recorded, _by_step(folder), begin, config.precision, exact)
-            return [differs, *what.encode()]
+    for mesh in meshes:
+        with _workplace(run_dir) as folder:
+            on_first_process(partial(_lay_out, run_dir, folder, begin, *laid_out))
+            at = begin
+            for stop in sorted(stop for stop in stops if stop > begin):
+                part, at = _at(parts, at), stop
+                horizon = part.preset.horizon or UNKNOWN
+                given = Supplied(horizon=horizon, ending="saved" if stop < last else "none", on_begin=show)
+                _train(mesh[part.step], folder, stop, given, some=layers)
+            differs, *text = on_first_process(compare)
+    if layers:
+        say("\n".join([f"norms of step {last} on the run's own mesh and on the other one:", *beside(*norms)]))
+    line = f"steps {begin + 1} to {last} of {run_dir}: {bytes(text).decode()}"
+    if differs:
+        raise RunError(line)
+    say(line)
 
-        for mesh in meshes:
-            with _workplace(run_dir) as folder:
-                on_first_process(partial(_lay_out, run_dir, folder, begin, *laid_out))
-                at = begin
-                for stop in sorted(stop for stop in stops if stop > begin):
-                    horizon = _at(parts, at).preset.horizon or UNKNOWN
-                    given = Supplied(
-                        horizon=horizon, ending="saved" if stop < last else "none", on_begin=partial(self._shown, norms)
-                    )
-                    _train(mesh[_at(parts, at).step], folder, stop, given, some=self.layers)
-                    at = stop
-                differs, *text = on_first_process(compare)
-        if self.layers:
-            say("\n".join([f"norms of step {last} on the run's own mesh and on the other one:", *beside(*norms)]))
-        line = f"steps {begin + 1} to {last} of {run_dir}: {bytes(text).decode()}"
-        if differs:
-            raise RunError(line)
-        say(line)
 
-    def _config(self, each: Start, overrides: Mapping[str, Any]) -> Config:
-        """The configuration of a start with `overrides`, without the plugins, which are there from then on. A mesh that
-        they name stands for all of it, and on simulated devices they are as many."""
-        values = dict(each.preset.values)
-        if any(key.startswith("mesh.") for key in overrides):
-            values = {key: value for key, value in values.items() if not key.startswith(("mesh.", "pipeline."))}
-        if not self.plugins or "plugins" in self.overrides:
-            values.pop("plugins", None)
-        config = dataclasses.replace(resolve(values, overrides, decay_follows=False), plugins=())
-        if config.simulate_devices and "simulate_devices" not in overrides and config.distributed.num_processes < 2:
-            count = config.mesh.num_devices or config.simulate_devices
-            config = dataclasses.replace(config, simulate_devices=count)
-        return config
-
-    def _check(self, recorded: Mapping[int, Mapping[str, Any]]) -> None:
-        """Check that the steps are recorded, and one where more cannot be shown."""
-        if (self.samples or self.layers) and self.first != self.last:
-            shown = "--samples" if self.samples else "--layers"
-            raise UserError(f"{shown} with --steps {self.first}:{self.last}; valid: one step")
-        if self.layers and not any(key.startswith("mesh.") for key in self.overrides):
-            raise UserError("--layers without another mesh; valid: --mesh.… of one")
-        missing = [step for step in range(self.first, self.last + 1) if "loss" not in recorded.get(step, {})]
-        if missing:
-            steps = [step for step, record in recorded.items() if "loss" in record]
-            valid = f"steps from {min(steps)} to {max(steps)}" if steps else "a run that has trained"
-            file = self.run_dir / "metrics.jsonl"
-            raise UserError(f"--steps {self.first}:{self.last}: {file} lacks step {missing[0]}; valid: {valid}")
-
-    def _shown(self, norms: list[Norms], run: Trainer) -> None:
-        """Show what is wanted of a step before it is trained."""
-        if run.first == self.first - 1:
-            if self.layers:
-                norms.append(norms_of_layers(run))
-            if self.samples and len(norms) != 1:
-                say("\n".join(losses_of_samples(run, self.first)))
+def _config(each: Start, overrides: Mapping[str, Any], left_out: Sequence[str]) -> Config:
+    """The configuration of a start with `overrides`, without the plugins, which are there from then on. A mesh that
+    they name stands for all of it, and on simulated devices they are as many."""
+    left_out = (*left_out, *(("mesh.", "pipeline.") if any(key.startswith("mesh.") for key in overrides) else ()))
+    values = {key: value for key, value in each.preset.values.items() if not key.startswith(tuple(left_out))}
+    config = dataclasses.replace(resolve(values, overrides, decay_follows=False), plugins=())
+    if config.simulate_devices and "simulate_devices" not in overrides and config.distributed.num_processes < 2:
+        count = config.mesh.num_devices or config.simulate_devices
+        config = dataclasses.replace(config, simulate_devices=count)
+    return config
 
 
 def compared(
@@ -207,7 +189,7 @@ def _begin(run_dir: Path, first: int, known: Sequence[Start]) -> int:
     steps = complete(run_dir / "checkpoints")
     if earlier := [step for step in steps if step < first]:
         return earlier[-1]
-    every = [each.preset.values.get("checkpoint.every", 100) for each in known if each.step < first][-1]
+    every = _at(known, first - 1).preset.values.get("checkpoint.every", 100)
     needed = (first - 1) // every * every
     if needed:
         gone = f"{run_dir} no longer has its checkpoint of step {needed}, nor an older one"
