@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-CREDENTIALS["AWS_MAX_ATTEMPTS"] = "1"  # of the client, which waits in between
 
 
 class S3Server:

@@ -120,7 +120,7 @@ def test_kills_and_failures_lose_nothing(commands: Commands, s3: Any, copy: Any,
         rng.choice([lambda: "503", lambda: "+500", lambda: time.sleep(0.5)])() if rng.random() < 0.1 else None
     )
     system, saved = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False), 0
-    commits = lambda: len(system.find("bucket/run/commits"))  # noqa: E731
+    commits = lambda: max((int(path[-8:]) for path in system.find("bucket/run/commits")), default=0)  # noqa: E731
     for _ in range(12):
         process, until = commands.start(*line, URL), commits() + rng.randint(1, 7)
         while commits() < until and process.poll() is None:

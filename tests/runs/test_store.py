@@ -22,6 +22,7 @@ URL = "s3://bucket/some/run"
 @pytest.fixture
 def start(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Store]]:
     """Starts of a run; those of the same process would be told apart by nobody, so all seem to be on other machines."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the client waits between them
     monkeypatch.setattr(Holder, "is_alive", None)
     monkeypatch.setattr(stores, "RENEWED_EVERY", 0.5)
     monkeypatch.setattr(stores, "_AT_START", 1.5)
