@@ -144,7 +144,6 @@ def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print a single JSON object")
     args = parser.parse_args(argv)
     check_path(args.path, "PATH")
-    check_path(args.run, "RUN", run=True)
     return args
 
 

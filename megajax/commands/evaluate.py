@@ -14,7 +14,6 @@ from megajax.data.tasks.registry import TASKS
 from megajax.data.text.inputs import check_input
 from megajax.evaluation.options import OVERLAPPING, PAPER_OVERLAP, PRETRAINED
 from megajax.host import completion
-from megajax.host.paths import check_path
 from megajax.runs.ownership import check_outside_runs
 from megajax.runs.store import run_folder
 from megajax.settings.flags import Parser, add_flag
@@ -53,8 +52,6 @@ def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
         theirs = f"for a task of lm-eval: {prog} harness {task}"
         raise UserError(f"TASK {task!r}; valid: {', '.join(NAMES)}; {theirs}")
     args = parser.parse_args(argv)
-    for path in args.checkpoint:
-        check_path(path, "--checkpoint", run=True)
     for path in args.data:
         check_input(path, "--data")
     if args.predictions:

@@ -12,7 +12,6 @@ from megajax.core.errors import UserError
 from megajax.core.options import Option
 from megajax.core.traits import IS_PATH
 from megajax.generation.generate_options import GenerateOptions, template_args
-from megajax.host.paths import check_path
 from megajax.runs.store import run_folder
 from megajax.settings.config import Config
 from megajax.settings.flags import Parser, add_flag
@@ -45,7 +44,6 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print a single JSON object")
     parser.add_config_flags(*CONFIG_FLAGS, "plugins")
     args = parser.parse_args(argv)
-    check_path(args.checkpoint, "--checkpoint", run=True)
     options = GenerateOptions(**parser.overrides(args, GenerateOptions))
     overrides = parser.overrides(args, Config)
     check_mesh_of_flags(overrides)

@@ -6,7 +6,6 @@ from typing import Any
 
 from megajax.core.errors import UserError
 from megajax.core.options import AT_LEAST_ZERO, Option, suggest
-from megajax.host.paths import check_path
 from megajax.runs.store import run_folder
 from megajax.settings.flags import Parser, add_flag
 from megajax.start.launch import check_mesh_of_flags
@@ -34,7 +33,6 @@ def main(argv: Sequence[str], prog: str) -> None:
     add_flag(parser, rows)
     parser.add_config_flags(*_FLAGS, "plugins")
     args = parser.parse_args(argv)
-    check_path(args.checkpoint, "--checkpoint", run=True)
     check_mesh_of_flags(parser.overrides(args))
     try:
         import lm_eval

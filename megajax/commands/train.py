@@ -50,12 +50,13 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
 
 def _check_paths(config: Config) -> None:
     """Refuse paths in the configuration that cannot be accessed, and a run directory that cannot be made."""
-    check_place(config.run_dir, "--run-dir", run=True)
+    if not in_store(config.run_dir):
+        check_place(config.run_dir, "--run-dir")
     for flag, path in config.data.texts:
         check_input(path, flag)
-    named = [("--tokenizer.path", config.tokenizer.path), ("--init", config.init)]
+    named = [("--tokenizer.path", config.tokenizer.path), ("--init", "" if in_store(config.init) else config.init)]
     named += [("--data.train", path) for path in config.data.train]
     named += [("--data.dev", path) for path in config.data.dev]
     for flag, path in named:
         if path:
-            check_path(path, flag, run=flag == "--init")
+            check_path(path, flag)

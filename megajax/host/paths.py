@@ -39,11 +39,8 @@ def identity(path: str | Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def check_path(path: str | Path, name: str, *, run: bool = False) -> None:
-    """Check that it is possible to tell whether a path exists, or that it is in a store, if it may be that of a `run`;
-    `name` is its flag or argument in error messages."""
-    if run and in_store(path):
-        return
+def check_path(path: str | Path, name: str) -> None:
+    """Check that it is possible to tell whether a path exists; `name` is its flag or argument in error messages."""
     if not str(path):
         raise UserError(f"{name} is empty; valid: a path")
     if found := scheme(path):
@@ -67,11 +64,9 @@ def check_path(path: str | Path, name: str, *, run: bool = False) -> None:
         raise UserError(f"{name} {given!r}: {problem}; valid: {valid}")
 
 
-def check_place(path: str | Path, name: str, *, run: bool = False) -> None:
+def check_place(path: str | Path, name: str) -> None:
     """Check that a file or folder can be created at a path, or written if it exists; `name` as in `check_path`."""
-    check_path(path, name, run=run)
-    if run and in_store(path):
-        return
+    check_path(path, name)
     absolute = Path(path).absolute()
     if os.fsencode(absolute) != str(absolute).encode(errors="replace"):  # C++ libraries assume UTF-8 in every locale
         valid = "a path in UTF-8, or in ASCII if the locale has another encoding"

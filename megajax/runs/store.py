@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megajax.core.errors import RunError, UserError
 from megajax.host import reading, remote
@@ -43,6 +43,7 @@ _UPLOADED_EVERY = 60.0  # seconds, besides checkpoints
 RENEWED_EVERY = 15.0  # the same commit, so that others know that its writer lives
 _COPIES, _OWNER = "megajax-store-", "owner.json"  # folders with local copies, and the processes that work in them
 _Fingerprint = tuple[int, int, int]
+_Item = TypeVar("_Item")
 _ALIVE = ".uploading"  # in `checkpoints/`, touched at every request, for the watchdog
 _WHEN_NEEDED = re.compile(r"checkpoints/[^/]+/state/")  # what is copied only to read a checkpoint
 _OURS = re.compile(r"(?:commits|uploads)/(\d{8})(?![^-/])")  # objects, and the number of their writer's commit
@@ -174,7 +175,7 @@ class Store(RunLock):
             self._commit = newest._replace(writer=f"{newest.number + 1:08}-{self._token}")
             self._add(holder=Holder.me())
         except RunError:
-            self._commit = before
+            self._commit, self._taken_over = before, False
             return
         with contextlib.suppress(Exception):  # it exists
             self._create(self._commit._replace(holder=None))
@@ -212,7 +213,8 @@ class Store(RunLock):
     def _keep_uploading(self) -> None:
         with contextlib.suppress(Exception):  # remove what earlier writers have left
             left = {*self._system.find("")} - {*self._commit.files.values()}
-            self._remove(key for key in left if (ours := _OURS.match(key)) and ours[1] < self._commit.writer[:8])
+            earlier = [key for key in left if (ours := _OURS.match(key)) and ours[1] < self._commit.writer[:8]]
+            self._each(self._remove, earlier)
         while not self._ended.wait(_UPLOADED_EVERY) and not self._taken_over:
             with contextlib.suppress(OSError, RunError):
                 self.publish(patience=0)
@@ -256,13 +258,13 @@ class Store(RunLock):
             if newest.number < commit.number:
                 raise problem
             if not newest.writer.endswith(self._token):
-                self._taken_over = self.taken
-                raise RunError(f"{self.url} belongs to another process, so this process stops writing there")
+                self._taken_over = True
+                self.check()
             self._commit, gone = newest, {*before.files.values()} - {*newest.files.values()}
             for fingerprint in [each for each, key in [*self._objects.items()] if key in gone]:
                 del self._objects[fingerprint]  # the file may come back
             with contextlib.suppress(Exception):  # what stays is removed by a later start
-                self._remove({*gone, f"commits/{newest.number - 2:08}"})
+                self._each(self._remove, {*gone, f"commits/{newest.number - 2:08}"})
 
     def _create(self, commit: _Commit) -> None:
         content = json.dumps(commit._asdict(), default=vars).encode()
@@ -293,7 +295,7 @@ class Store(RunLock):
         """Copy the newest files of the run, except checkpoints."""
         newest = self._newest()
         later = {name: key for name, key in newest.files.items() if _WHEN_NEEDED.match(name)}
-        self._download({name: key for name, key in newest.files.items() if name not in later}, self.folder)
+        self._download({self.folder / name: key for name, key in newest.files.items() if name not in later})
         for name in later:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         self._commit, self._absent = newest, later
@@ -301,9 +303,8 @@ class Store(RunLock):
     @_patiently
     def fetch(self, checkpoint: Path) -> None:
         """Copy the files of a checkpoint; those that are gone stay missing."""
-        within = f"{checkpoint.relative_to(self.folder).as_posix()}/"
-        wanted = {name: key for name, key in self._absent.items() if name.startswith(within)}
-        self._download(wanted, self.folder)
+        wanted = [name for name in self._absent if checkpoint in (self.folder / name).parents]
+        self._download({self.folder / name: self._absent[name] for name in wanted}, may_be_gone=True)
         self._absent = {name: key for name, key in self._absent.items() if name not in wanted}
 
     @_patiently
@@ -315,43 +316,38 @@ class Store(RunLock):
     @_patiently
     def gather(self, folder: Path, step: int) -> None:
         """Copy to `folder` what the other processes have handed over so far. Its objects become the checkpoint's."""
-        shares = self._shares(step)
-        markers = self._names(shares)
-        there = {key.removeprefix(f"{shares}/"): key for key in self._system.find(shares)}
-        self._download({name: key for name, key in there.items() if "/" in name or name in markers}, folder)
+        markers = self._names(self._shares(step))
+        there = {key.removeprefix(f"{self._shares(step)}/"): key for key in self._system.find(self._shares(step))}
+        self._download({folder / name: key for name, key in there.items() if "/" in name or name in markers})
 
     def _shares(self, step: int) -> str:
         return f"uploads/{self._commit.writer}/shares/{step}"
 
-    def _download(self, keys: Mapping[str, str], folder: Path) -> None:
-        def download(name: str) -> None:
-            file = folder / name
+    def _download(self, keys: Mapping[Path, str], *, may_be_gone: bool = False) -> None:
+        def download(file: Path) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             try:
-                if not file.exists() or self._objects.get(_fingerprint(file.stat())) != keys[name]:
-                    self._system.get_file(keys[name], str(file))
-                    self._objects[_fingerprint(file.stat())] = keys[name]
+                if not file.exists() or self._objects.get(_fingerprint(file.stat())) != keys[file]:
+                    self._system.get_file(keys[file], str(file))
+                    self._objects[_fingerprint(file.stat())] = keys[file]
             except FileNotFoundError:
                 file.unlink(missing_ok=True)
-                if not _WHEN_NEEDED.match(name):
+                if not may_be_gone:
                     raise
 
         self._each(download, keys)
 
-    def _remove(self, keys: Iterable[str]) -> None:
-        def remove(key: str) -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._system.rm_file(key)
-
-        self._each(remove, keys)
+    def _remove(self, key: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._system.rm_file(key)
 
     def show_life(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             (self.folder / "checkpoints" / _ALIVE).touch()
 
-    def _each(self, action: Callable[[str], None], names: Iterable[str]) -> None:
+    def _each(self, action: Callable[[_Item], None], items: Iterable[_Item]) -> None:
         with ThreadPoolExecutor(8) as threads:
-            for _ in threads.map(action, names):
+            for _ in threads.map(action, items):
                 self.show_life()
 
 

@@ -34,10 +34,7 @@ def norms_of_layers(run: Trainer) -> Norms:
 def beside(ours: Norms, theirs: Norms) -> Iterator[str]:
     """A line for every layer, with the norms on the run's own mesh and on the other one."""
     for layer, (site, *norms) in sorted(ours.items(), key=lambda each: (each[0] < 0, each[0])):
-        pairs = [f"{x:.6g} and {y:.6g} ({_off(x, y):.1e})" for x, y in zip(norms, theirs[layer][1:], strict=True)]
+        both = [(x, y, abs(x - y) / max(x, y, 1e-300)) for x, y in zip(norms, theirs[layer][1:], strict=True)]
+        pairs = [f"{x:.6g} and {y:.6g} ({off:.1e})" for x, y, off in both]
         where = "the head" if layer < 0 else f"layer {layer}"
         yield f"  {where}, {site}: {pairs[0]}; its gradient: {pairs[1]}"
-
-
-def _off(x: float, y: float) -> float:
-    return abs(x - y) / max(abs(x), abs(y), 1e-300)
