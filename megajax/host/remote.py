@@ -104,15 +104,6 @@ def file_system(url: str, flag: str, **options: Any) -> tuple[Any, str]:
         raise UserError(f"{flag} {url}: {reason(error)}; {_VALID}") from None
 
 
-def folder(url: str, flag: str) -> Any:
-    """A new file system of fsspec's with the paths below a URL, whose listings are never old."""
-    from fsspec.implementations.dirfs import DirFileSystem
-
-    system, path = file_system(url, flag, use_listings_cache=False, skip_instance_cache=True)
-    system.retries = 1  # besides those of its client, so that requests without an answer fail in time
-    return DirFileSystem(path, system, skip_instance_cache=True)
-
-
 def _described(system: Any, info: Mapping[str, Any]) -> RemoteFile:
     version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
     return RemoteFile(system.unstrip_protocol(info["name"]), int(info.get("size") or 0), version)

@@ -133,7 +133,12 @@ class Store(RunLock):
         self.pull(patience=_AT_START)
 
     def connect(self) -> None:
-        self._system = remote.folder(self.url, self._flag)
+        from fsspec.implementations.dirfs import DirFileSystem  # here, since it takes a while
+
+        options = {"use_listings_cache": False, "skip_instance_cache": True}  # the latter for new credentials
+        system, path = remote.file_system(self.url, self._flag, **options)
+        system.retries = 1  # besides those of its client, so that requests without an answer fail in time
+        self._system = DirFileSystem(path, system, skip_instance_cache=True)
 
     def close(self) -> None:
         """Remove the local copy."""
