@@ -29,6 +29,7 @@ TESTED: dict[str, Collection] = {
     **dict.fromkeys(("train.global_batch", "train.microbatch", "train.remat", "train.freeze"), _ANY),
     **{f"model.{name}": _ANY for name in _MODEL.split()},
     **{f"optimizer.{name}": _ANY for name in _OPTIMIZER.split()},
+    **dict.fromkeys(("lora.rank", "lora.alpha", "lora.targets"), _ANY),
     **dict.fromkeys(("loss_scale.initial", "data.reset_attention", "sequence_parallel", "train.metrics"), _ANY),
     "precision": ("fp32", "bf16", "fp16"),
     "optimizer.name": ("adamw", "muon"),

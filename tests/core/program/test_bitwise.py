@@ -17,6 +17,7 @@ from tiny import GEMMA, LLAMA, OLMO2, QWEN3, full, tiny_config, user_error
 
 from megajax.core.batch import IGNORED
 from megajax.core.errors import UserError
+from megajax.core.models.lora_config import LoraConfig
 from megajax.core.models.own_loss import Logits, Loss
 from megajax.core.parallel import integer_sums
 from megajax.core.parallel.integer_sums import digit_bits, floats, integers
@@ -79,6 +80,7 @@ def own_loss(logits: Logits, batch: Any) -> dict[str, jax.Array]:
         full(4, (2, 2, 2), DECODER | ALL | {"sequence_parallel": True, "dropout": 0.1}),
         full(4, (1, 1, 4), DECODER | GEMMA | {"sequence_parallel": True, "precision": "bf16"}),
         full(2, (4, 1, 2), DECODER | {"optimizer": {"name": "muon", "zero_ranks": 2}, "zero": 3, "num_layers": 1}),
+        full(4, (1, 2, 4), DECODER | {"lora": LoraConfig(rank=3), "weight_gradients": "deferred"}),
         full(4, (2, 1, 2), DECODER | {"loss": Loss(own_loss, measures=("entropy",)), "num_layers": 1}),
     ],
 )
@@ -106,11 +108,16 @@ def test_random_meshes_have_the_bits_of_one_device(words: dict[str, Any], precis
         choices |= {"zero": [0, 1, 3], "remat": ["none", "layer", "selective"], "sequence_parallel": [False, True]}
         chosen = {name: rng.choice(np.array(each, object)) for name, each in choices.items()}
         chosen |= {"chunks": 2 if chosen["schedule"] == "interleaved" else 1}
-        others = DECODER | words | {"precision": precision, "num_layers": 4} | (chosen if configs else {})
+        others = (
+            (DECODER if words != BERT else {})
+            | words
+            | {"precision": precision, "num_layers": 4}
+            | (chosen if configs else {})
+        )
         config = dataclasses.replace(tiny_config(mesh, **others), bitwise=8 if words == {} else 4)
-        with contextlib.suppress(UserError):
-            validate(config, 16)
-            configs.append(config)
+        with contextlib.suppress(*[UserError] * bool(configs)):
+            validate(config, config.mesh.num_devices)
+            configs += [config] * (config.mesh.num_devices <= 16)
     wrong = alone(bits_of_meshes, configs)
     assert not wrong, wrong
 
