@@ -84,7 +84,7 @@ def _prompts(args: argparse.Namespace) -> list[Any]:
     from megajax.generation.text import read_prompts
 
     if args.interactive:
-        for name in ("prompt", "prompt_file", "json"):
+        for name in ("prompt", "prompt_file", "json", "logprobs"):
             if getattr(args, name):
                 raise UserError(f"--interactive with --{name.replace('_', '-')}; valid: one of them")
         return []

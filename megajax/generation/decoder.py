@@ -62,8 +62,13 @@ class Decoder:
         self._ends, self._logprobs, self._bitwise = frozenset(ends), logprobs, program.config.bitwise > 0
         self._whole = WholeTexts(program, sampling) if logprobs or self._bitwise else None
         self._programs: dict[tuple, Callable] = {}
-        self.compile_seconds = 0.0  # so far
+        self._compile_seconds = 0.0
         self.renew(params)
+
+    @property
+    def compile_seconds(self) -> float:
+        """So far, with the first passes of whole texts."""
+        return self._compile_seconds + (self._whole.first_seconds if self._whole else 0.0)
 
     def renew(self, params: Tree) -> None:
         """Continue with other weights of the same program."""
@@ -117,6 +122,8 @@ class Decoder:
                 if new[row][1]:
                     del missing[row]
             yield new
+            if not missing:
+                return
 
     def _verified(
         self, prompts: Sequence[Sequence[int]], limits: list[int], bits: RandomBits, rows: int
@@ -191,5 +198,5 @@ class Decoder:
             region = self._on_devices.region(function, specs)
             with phase(f"compiling generation, {name[0]}"):
                 self._programs[key] = jax.jit(region, **jit).lower(self._weights, argument).compile()
-            self.compile_seconds += time.perf_counter() - began
+            self._compile_seconds += time.perf_counter() - began
         return self._programs[key](self._weights, argument)

@@ -7,7 +7,8 @@ vocabulary.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from megajax.core.program.program import BATCH, Batch, Program, vocabulary_axes
 from megajax.core.program.scoring import logits_of_rows, scores
 from megajax.core.trees import Tree
 from megajax.generation.choice import Sampling, choose, seen_tokens
+from megajax.host.phases import phase
 
 _Text = Sequence[int]
 
@@ -35,6 +37,7 @@ class WholeTexts:
 
     Attributes:
         params: the program's weights.
+        first_seconds: what the first pass of each kind has taken, which compiles.
     """
 
     def __init__(self, program: Program, sampling: Sampling):
@@ -45,12 +48,25 @@ class WholeTexts:
         self._program = Program(config, program.mesh, program.backend, program.operand_dtype)
         self._sampling = sampling
         self.params: Tree = None
+        self.first_seconds = 0.0
+        self._count, self._called = 1, set[Any]()
+
+    def _pass(self, kind: Any, function: Callable, *given: Any) -> np.ndarray:
+        """What a pass of whole texts gives, in host memory."""
+        if kind in self._called:
+            return np.asarray(function(self.params, *given))
+        self._called.add(kind)
+        began = time.perf_counter()
+        with phase("compiling generation, whole texts"):
+            found = np.asarray(function(self.params, *given))
+        self.first_seconds += time.perf_counter() - began
+        return found
 
     def logprobs(self, prompts: Sequence[_Text], new: Sequence[_Text]) -> list[list[float]]:
         """The log-probability of every new id after a prompt, in nats: minus its loss in training."""
         found = list[list[float]]()
         for rows, batch in self._batches(prompts, new):
-            losses_BT = np.asarray(scores(self._program)(self.params, batch)["next_token"][0], np.float64)
+            losses_BT = self._pass("scores", _losses(self._program), batch).astype(np.float64)
             places = (slice(len(prompts[row]) - 1, len(prompts[row]) - 1 + len(new[row])) for row in rows)
             found += [(0.0 - of_row[place]).tolist() for of_row, place in zip(losses_BT, places, strict=True)]
         return found[: len(prompts)]
@@ -58,16 +74,16 @@ class WholeTexts:
     def choices(
         self, prompts: Sequence[_Text], drafts: Sequence[_Text], most: Sequence[int], bits: RandomBits
     ) -> list[list[int]]:
-        """The id that is chosen after every prompt and after every id of its draft, at most so many. Of a draft, only
-        what agrees with the choices is what they are about."""
+        """The id that is chosen after every prompt and after every id of its draft, at most so many. Choices after the
+        first that is not the draft's are of another text."""
         longest = min(max(map(len, drafts)) + 1, max(most))
-        count, chosen = 1 << (longest - 1).bit_length(), list[list[int]]()
+        self._count, chosen = max(self._count, 1 << (longest - 1).bit_length()), list[list[int]]()
         program, specs = self._program, (self._program.layout.computed_specs, BATCH, ROWS, ROWS)
         for rows, batch in self._batches(prompts, drafts):
             first = np.array([len(prompts[row]) - 1 for row in rows], np.int32)
             own = jax.tree.map(lambda word, rows=rows: np.asarray(word)[rows], bits)
-            run = program.compiled(_choices, specs, PartitionSpec(), self._sampling, count)
-            found_BN = np.asarray(run(self.params, batch, own, first))
+            run = program.compiled(_choices, specs, PartitionSpec(), self._sampling, self._count)
+            found_BN = self._pass(self._count, run, batch, own, first)
             counts = (min(len(drafts[row]) + 1, most[row]) for row in rows)
             chosen += [of_row[:count].tolist() for of_row, count in zip(found_BN, counts, strict=True)]
         return chosen[: len(prompts)]
@@ -86,20 +102,24 @@ class WholeTexts:
             yield numbers, self._program.put_batch({name: array[own] for name, array in arrays.items()}, own)
 
 
+def _losses(program: Program) -> Callable[..., Array]:
+    return lambda params, batch: scores(program)(params, batch)["next_token"][0]
+
+
 def _choices(
     program: Program, sampling: Sampling, count: int, params: Tree, batch: Batch, bits_B: RandomBits, first_B: Array
 ) -> Array:
     """What is chosen after `count` tokens from the one at `first` on, [B, N]."""
     size, tokens_BT = program.config.model.vocab_size, batch["tokens"]
-    whole_BTV = gather_shards(
-        logits_of_rows(program, params, batch), 2, vocabulary_axes(program.config), invariant=True
-    )
+    place_NB = first_B[None] + jnp.arange(count, dtype=jnp.int32)[:, None]
+    place_NB = jnp.minimum(place_NB, tokens_BT.shape[1] - 1)
+    columns_BNV = jnp.take_along_axis(logits_of_rows(program, params, batch), place_NB.T[..., None], axis=1)
+    logits_NBV = gather_shards(columns_BNV, 2, vocabulary_axes(program.config), invariant=True).swapaxes(0, 1)
 
-    def chosen(number: Array) -> Array:
-        place_B = jnp.minimum(first_B + number, tokens_BT.shape[1] - 1)
-        logits_BV = jnp.take_along_axis(whole_BTV, place_B[:, None, None], axis=1)[:, 0, :size]
+    def chosen(at: tuple[Array, Array]) -> Array:
+        place_B, logits_BV = at
         seen_BV = seen_tokens(tokens_BT, place_B + 1, size) if sampling.penalizes else None
-        return choose(logits_BV, bits_B, place_B + 1, sampling, seen_BV)
+        return choose(logits_BV[:, :size], bits_B, place_B + 1, sampling, seen_BV)
 
-    found_NB = lax.map(chosen, jnp.arange(count, dtype=jnp.int32))
+    found_NB = lax.map(chosen, (place_NB, logits_NBV))
     return gather_shards(found_NB.T, 0, ROW_AXES, invariant=True)

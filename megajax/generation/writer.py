@@ -127,7 +127,7 @@ class Writer:
     def _restored(self) -> Decoder:
         if self._decoder is None:
             trained = TrainedModel.restore(self._run_dir, self._config, self._step)
-            # The decoder stores the weights in another form.
+            # The decoder stores the weights in another form, and for passes of whole texts in this one, too.
             sampling = Sampling.of(self._options)
             self._decoder = Decoder(
                 trained.program, trained.params, sampling, self._tokenizer.ends, logprobs=self._options.logprobs

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
@@ -288,6 +288,8 @@ class Model:
         begin = lambda step: train_batches(samples, rows=rows, global_batch=size, start_step=step)  # noqa: E731
         return OrderedBatches(begin, self.step)
 
+    @overload
+    def generate(self, prompts: Any, *, logprobs: Literal[True], **options: Any) -> tuple[Any, list]: ...
     @overload
     def generate(self, prompts: str, **options: Any) -> str: ...
     @overload

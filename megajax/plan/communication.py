@@ -166,7 +166,7 @@ class _Step(Sizes):
             yield from self._pass("embedding backward", "none", ends.embedding, self.embedding_backward_runs)
         for weight in self.held.trained if self._in_parts and self.splits_sequence else ():
             times = self.backward_runs if weight.stack else self.head_runs
-            if _is_vector(weight):
+            if weight.is_vector:
                 yield from self._in_tree("gradients", REDUCE, (TENSOR,), (*weight.shape[-1:],), times)
         yield from self.scattered_by_embedding("embedding backward")
         if self.defers and (layer.weight_gradients or self.zero == 3):
@@ -380,7 +380,7 @@ class _Step(Sizes):
     def _varying(self, weight: Weight) -> set[str]:
         """Mesh axes over which a gradient varies when the loop has ended (`core/program/bind.py`)."""
         axes = {*self._mesh_axes(BATCH_AXES), *_axes_of(weight)}
-        by_token = self.splits_sequence and not (self._in_parts and _is_vector(weight))
+        by_token = self.splits_sequence and not (self._in_parts and weight.is_vector)
         if by_token or weight.needs_tensor_sum:
             axes.add(TENSOR)
         if not weight.stack and not self.splits_vocabulary:
@@ -391,11 +391,6 @@ class _Step(Sizes):
 def _axes_of(weight: Weight) -> frozenset[str]:
     """Mesh axes that a reduced gradient is sharded over."""
     return spec_axes(weight.stage_spec(weight.owned))
-
-
-def _is_vector(weight: Weight) -> bool:
-    """Whether it is a norm's or a bias between regions; with parts its gradients are complete within a tensor group."""
-    return [*weight.logical] == ["embed"]
 
 
 def _sharded_per_use(room: str, weights: Iterable[Weight]) -> list[Weight]:

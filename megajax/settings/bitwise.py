@@ -47,7 +47,7 @@ def check_bitwise(config: Config) -> None:
     """Refuse what has not been tested with `--bitwise`."""
     if not config.bitwise:
         return
-    tested = TESTED | {"train.loss": LOSSES.keys() - {"preferences"}}  # some may be registered
+    tested = TESTED | {"train.loss": [name for name in LOSSES if name != "preferences"]}  # some may be registered
     for key, option in options(StepConfig).items():
         value, valid = attrgetter(key)(config), tested.get(key, (option.default,))
         if valid and value not in valid:

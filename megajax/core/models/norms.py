@@ -23,9 +23,10 @@ from megajax.core.precision import at_least_fp32
 def recomputed(function: Callable[..., Array], static_argnums: int | tuple[int, ...] = ()) -> Callable[..., Array]:
     """Saves only the inputs: results that are cheap to compute are computed again in the backward pass."""
 
-    @cache  # JAX keeps what it has traced of a function, which is another one in parts
+    @cache  # `jax.checkpoint` keeps the trace of a function, which in parts would be that of one without
     def with_ranks(ranks: int) -> Callable[..., Array]:
-        return jax.checkpoint(lambda *given: function(*given), prevent_cse=False, static_argnums=static_argnums)
+        own = wraps(function)(lambda *given: function(*given))
+        return jax.checkpoint(own, prevent_cse=False, static_argnums=static_argnums)
 
     return wraps(function)(lambda *given: with_ranks(ranks_in_parts())(*given))
 

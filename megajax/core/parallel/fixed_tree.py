@@ -62,7 +62,7 @@ def of_all_parts(function: Callable[[Array], Array], count: int, x: Array) -> Ar
 
 
 def of_each_part(function: Callable[[Array], Array], count: int, x: Array) -> Array:
-    """`function` of `x` from all parts, [parts, …], of whose result each part gets one entry."""
+    """`function` of `x` from all parts, [parts, …], which returns [parts, …]: each part gets its own entry."""
 
     @custom_vmap
     def run(x: Array) -> Array:

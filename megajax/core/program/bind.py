@@ -221,8 +221,10 @@ def _declared_varying(program: Program, staged: StagedModel, params: Tree) -> tu
     records = program.layout.weights
 
     def varying(x: Array, weight: Weight) -> Array:
-        by_token = not (program.config.bitwise and [*weight.logical] == ["embed"])  # `products.spread` sums the others
-        return vary(x, (*BATCH_AXES, *((TENSOR,) if weight.needs_tensor_sum else shared_over if by_token else ())))
+        if weight.needs_tensor_sum:
+            return vary(x, (*BATCH_AXES, TENSOR))
+        complete = program.config.bitwise > 1 and weight.is_vector
+        return vary(x, BATCH_AXES if complete else (*BATCH_AXES, *shared_over))
 
     def by_chunk(x: Array, weight: Weight) -> Array:
         return varying(x, weight).reshape(-1, *x.shape[3:])

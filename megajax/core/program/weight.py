@@ -84,6 +84,12 @@ class Weight:
     late: bool = False
 
     @property
+    def is_vector(self) -> bool:
+        """Whether it is a norm's or a bias between tensor-parallel regions. In parts, a device's gradients of such ones
+        are complete (`products.spread`)."""
+        return [*self.logical] == ["embed"]
+
+    @property
     def layered(self) -> bool:
         """Whether it is that of several layers, [L, …], of `blocks` or of the ends."""
         return self.stack is not None or "layers" in [*self.logical]
