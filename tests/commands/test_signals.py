@@ -69,7 +69,7 @@ def test_a_signal_while_the_first_step_is_compiled(
     """It promises no checkpoint, and writes none."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it, and so would the run
 
-    def lost_terminal(program: Program) -> Any:
+    def lost_terminal(program: Program, **how: object) -> Any:
         os.kill(os.getpid(), signal.SIGHUP)
         while not stop_signals.number:
             time.sleep(0.01)
