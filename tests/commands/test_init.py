@@ -109,7 +109,7 @@ def test_a_start_without_a_step_leaves_no_tokenizer(
     run, pretrained = tmp_path / "run", tuning.pretrained()
     flags = ("--init", tuning.run("mnli")) if first == "another run" else ()
 
-    def stop(*_: object) -> None:
+    def stop(*_: object, **how: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
