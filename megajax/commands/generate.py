@@ -85,7 +85,7 @@ def _prompts(args: argparse.Namespace) -> list[Any]:
 
     if args.interactive:
         for name in ("prompt", "prompt_file", "json", "logprobs"):
-            if getattr(args, name):
+            if getattr(args, name, False):
                 raise UserError(f"--interactive with --{name.replace('_', '-')}; valid: one of them")
         return []
     texts = read_prompts(args.prompt, args.prompt_file)
