@@ -161,8 +161,7 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
     in_new_run = [*compared(Config, Changes.OPTIMIZER)]  # changing these requires a new run
     in_new_run += compared(Config, Changes.ADAPTERS) if config.lora.rank else ["lora.rank"]
     samples = compared(Config, Changes.SAMPLES) if trained else ()
-    bits = ("train.remat",) if config.bitwise else ()  # recomputed layers may round otherwise
-    for key in (*compared(Config, *_FIXED), *in_new_run, *samples, *bits):
+    for key in (*compared(Config, *_FIXED), *in_new_run, *samples):
         before, now = attrgetter(key)(earlier), attrgetter(key)(config)
         if before != now:
             before, now = (" ".join(each) if isinstance(each, tuple) else each for each in (before, now))

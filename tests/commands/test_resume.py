@@ -87,7 +87,7 @@ def test_with_bitwise_a_run_that_is_killed_and_moves_is_one_that_never_did(comma
         (*several, "--optimizer.zero", 3, "--pipeline.weight-gradients", "deferred"),
         ("--mesh.tensor", 4, "--sequence-parallel", "--simulate-devices", 4),
         ("--mesh.data", 8, "--simulate-devices", 8),
-        (*several, "--sequence-parallel"),
+        (*several, "--sequence-parallel", "--train.remat", "layer"),
         ("--mesh.pipe", 2, "--pipeline.schedule", "gpipe", "--simulate-devices", 2),
     ]
     kept = ("--bitwise", 4, "--checkpoint.every", 2, "--checkpoint.keep", 10)

@@ -69,16 +69,6 @@ def test_batch_and_seed_are_free_until_a_step_is_trained(run: Path) -> None:
         check_claim(run, tiny_config(precision="fp64"))
 
 
-def test_with_bitwise_recomputation_is_not_free(run: Path) -> None:
-    again = tiny_config(remat="layer", vocab_size=280)
-    (run / "config.toml").write_text(to_toml(tiny_config(vocab_size=280)))
-    train_tokenizer(["text"], 280).save(run / "data" / "tokenizer")
-    check_claim(run, again)
-    (run / "config.toml").write_text(to_toml(dataclasses.replace(tiny_config(vocab_size=280), bitwise=1)))
-    with pytest.raises(UserError, match=r"holds a run with train\.remat none, not layer; valid: the same"):
-        check_claim(run, dataclasses.replace(again, bitwise=1))
-
-
 def test_text_needs_the_tokenizer_of_the_weights(run: Path, tmp_path: Path) -> None:
     """Without one none is trained on the corpus: its ids would mean nothing to the weights. Tokens are taken."""
     with pytest.raises(UserError, match=r"--tokenizer\.path missing: .*valid: the folder of their tokenizer, or a"):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from megajax.core.backend import Backend
 from megajax.core.models.attend import attend
@@ -121,9 +121,12 @@ ATTENTION_GATES["sigmoid"] = lambda heads_BTHK, gate_BTHK: heads_BTHK * jax.nn.s
 
 
 def scaled_queries(q_BTHK: Array, config: ModelConfig) -> Array:
-    """Queries with the model's own factor of scores: `attend` divides these by the square root of the head size."""
-    scale = score_scale(config)
-    return q_BTHK if scale == 1 else named(q_BTHK * jnp.asarray(scale, q_BTHK.dtype), "scaled_query", split=2)
+    """Queries with the model's own factor of scores: `attend` divides these by the square root of the head size. XLA
+    would make one factor of both where none is saved between them, and so other bits with recomputation."""
+    if (scale := score_scale(config)) == 1:
+        return q_BTHK
+    scaled_BTHK = lax.optimization_barrier(q_BTHK * jnp.asarray(scale, q_BTHK.dtype))
+    return named(scaled_BTHK, "scaled_query", split=2)
 
 
 def attention_output(heads_BTHK: Array, output: RowParallelLinear, context: Context) -> Array:

@@ -102,11 +102,12 @@ def bits_of_steps(config: Config) -> Finding:
 def test_random_meshes_have_the_bits_of_one_device(words: dict[str, Any], precision: str):
     """Eight of up to 16 devices, 100 steps each, with whatever else may change in a run."""
     rng, configs = np.random.default_rng(len(words)), list[Config]()
-    same = {"precision": precision, "num_layers": 4, "remat": str(rng.choice(["none", "layer", "selective"]))}
+    same = {"precision": precision, "num_layers": 4}
     while len(configs) < 9:
         mesh = tuple(int(rng.choice([1, 2, 4, 8])) for _ in range(3)) if configs else (1, 1, 1)
         choices = {"schedule": ["gpipe", "1f1b", "interleaved"], "weight_gradients": ["together", "deferred"]}
         choices |= {"zero": [0, 1, 3], "sequence_parallel": [False, True]}
+        choices |= {"remat": ["none", "layer", "selective"]}
         chosen = {name: rng.choice(np.array(each, object)) for name, each in choices.items()}
         chosen |= {"chunks": 2 if chosen["schedule"] == "interleaved" else 1}
         others = (DECODER if words != BERT else {}) | words | same | (chosen if configs else {})
