@@ -111,14 +111,15 @@ class Trainer:
             self.trace.close()
             self.checkpoints.close()
             self.log.close()
-            self.watchdog.close()
             raise
         except BaseException as error:  # other processes may be gone, so do nothing that needs them
             self.log.close()
             self.watchdog.explain(error)
             raise
-        self.checkpoints.close()
-        self.watchdog.close()
+        else:
+            self.checkpoints.close()
+        finally:
+            self.watchdog.close()  # a notebook goes on after an error
         with self.log:
             self.log.end_steps()
             if self.supplied.ending != "whole":

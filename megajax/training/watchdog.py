@@ -64,7 +64,8 @@ class Watchdog:
         self._listen(self._since, first=True)
         self._watches = self._count > 1 and patience > 0
         if patience > 0:
-            threading.Thread(target=self._watch if self._watches else self._watch_alone, daemon=True).start()
+            watch = self._watch if self._watches else self._watch_alone
+            threading.Thread(target=watch, name="watchdog", daemon=True).start()
 
     def at(self, step: int, doing: str) -> None:
         """Note what this process is doing, and for which step."""

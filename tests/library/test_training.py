@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -141,6 +142,9 @@ def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path: Path, monkeypatch: pytes
         assert said in Path("run/log.txt").read_text()
         assert kind is not LookupError or model.step in losses  # callbacks are told of the step before an error
         assert model.step > before and max(map(int, os.listdir("run/checkpoints"))) == model.step
+    for watchdog in (thread for thread in threading.enumerate() if thread.name == "watchdog"):
+        watchdog.join(5)
+        assert not watchdog.is_alive()  # otherwise it would end a notebook ten minutes later
     assert [each["step"] for each in figures_of("run")] == [*range(1, model.step + 1)]
     wrong = lambda logits, batch: logits.entropy().sum()  # noqa: E731
     assert "has the shape []" in user_error(megajax.init, config_of(), loss=wrong)
