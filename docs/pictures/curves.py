@@ -1,7 +1,7 @@
-"""Draw the losses of finished comparisons, which docs/benchmarks keeps as JSON: the pictures of docs/float8.md,
-docs/recipes.md and docs/bert.md.
+"""Draw the losses of finished comparisons, which docs/benchmarks keeps as JSON: the pictures of docs/bitwise.md,
+docs/float8.md, docs/recipes.md and docs/bert.md.
 
-python docs/pictures/curves.py float8|layer-order|muon docs/NAME.png
+python docs/pictures/curves.py bitwise|float8|layer-order|muon docs/NAME.png
 """
 
 import json
@@ -87,6 +87,21 @@ def muon(figure: Figure, found: dict[str, Any]) -> None:
     axes.legend()
 
 
+def bitwise(figure: Figure, found: dict[str, Any]) -> None:
+    """What a run's loss differs by if it changes its mesh, with the flag and without."""
+    axes = figure.subplots()
+    for name, words, colour in (("without", "without", RED), ("with", f"--bitwise {found['parts']}", BLUE)):
+        straight, moved = (np.array(found[name][run]) for run in ("straight", "moved"))
+        axes.plot(1 + np.arange(len(moved)), moved - straight, color=colour, lw=1.5, label=words)
+    for step, mesh in found["meshes"]:
+        axes.axvline(step, color=GREY, ls=":", lw=0.8)
+        axes.text(step + 1, 0.98, mesh, transform=axes.get_xaxis_transform(), va="top", fontsize="xx-small", color=GREY)
+    axes.set_xlabel("step")
+    axes.set_ylabel("difference of loss (nats)")
+    axes.set_title("a run that changes its mesh, against one on one device")
+    axes.legend(loc="lower left")
+
+
 def main() -> None:
     """Draw the one that is named."""
     name, file = sys.argv[1:]
@@ -94,6 +109,7 @@ def main() -> None:
         "float8": ((10, 5), float8),
         "layer-order": ((8, 4.4), layer_order),
         "muon": ((7, 4.4), muon),
+        "bitwise": ((8, 4), bitwise),
     }[name]
     grey = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color")
     clear = {"figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none", "legend.frameon": False}

@@ -132,6 +132,7 @@ PICTURES = {
     "bert-demo-loss.png": _demo("bert-demo"),
     "layer-order.png": _curves("layer-order"),
     "muon.png": _curves("muon"),
+    "bitwise.png": _curves("bitwise"),
 }
 
 
