@@ -1,7 +1,7 @@
 """Passes that several devices compute, and state that several hold, compared by their bits: `--train.recheck`.
 
 Devices at one place of `replica` and `data`, which form a ring, have the same rows of a batch. Those one place on have
-the same weights, and repeat their passes by the same code. If the results differ, those two places on decide.
+the same weights, and repeat their passes by the same code. If the results differ, those one place back decide.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jax import Array, lax
 from megajax.core.axes import REPLICA, ROW_AXES
 from megajax.core.parallel.checksum import checksum
 from megajax.core.parallel.collectives import axis_index, axis_size, gather_shards, send, spec_axes, there, vary
-from megajax.core.pipeline.buffers import idle, stored, taken
+from megajax.core.pipeline.buffers import idle, stored
 from megajax.core.pipeline.sums import CHECKSUM
 from megajax.core.program.program import Batch, Program
 from megajax.core.program.state import TrainState
@@ -23,9 +23,7 @@ RECHECK = "recheck"
 """The metric of a step that says which devices differ, and in which of what is compared, bool [compared, devices]."""
 COMPARED = "gradients or losses", "the state, from other devices' copies", "the state, from that after the step before"
 _RING = (REPLICA, "data")
-_SHIFTS = (1, 0, 2)  # how many places back the rows of each pass are from; of the last only if the others differ
-
-Carry = tuple[Array, Array, Any]  # how many passes there were; their checksums on all devices; results of the last
+_MOST_PASSES = 3  # the last only if the others differ
 
 
 def compares_gradients(program: Program) -> bool:
@@ -37,29 +35,33 @@ def repeated(program: Program, batch: Batch, passes: Callable[[Batch, Array], tu
     """The results of `passes` over this device's rows, the rows of a rank; and which devices differ, bool [ring, rest].
     If one does, the results may be of other rows."""
     ring = there(_RING)
-    most = min(len(_SHIFTS), axis_size(ring))
-    rows = batch, axis_index(ROW_AXES)
-    sent = [jax.tree.map(lambda x, by=by: send(x, ring, by, ring=True), rows) for by in _SHIFTS[:most]]
-    of_pass = jax.tree.map(lambda *each: jnp.stack(each), *sent)
+    most = min(_MOST_PASSES, axis_size(ring))
 
-    def run(carry: Carry) -> Carry:
-        number, seen, _ = carry
-        results = passes(*taken(of_pass, number))
+    def sent(rows: Any, places: int) -> Any:
+        return jax.tree.map(lambda x: send(x, ring, places, ring=True), rows)
+
+    def run(carry: tuple) -> tuple:
+        """First the rows of the place before, then a device's own, then those of the place after."""
+        number, rows, votes, _ = carry
+        results = passes(*rows)
         losses, local, figures = results[:3]
         gradients = {path: x for path, x in local.items() if path[-1] == CHECKSUM} or local
         compared = losses, figures, gradients if compares_gradients(program) else {}
-        return number + 1, stored(seen, number, _everywhere(program, checksum(jax.tree.leaves(compared)))), results
+        by_device = _everywhere(program, checksum(jax.tree.leaves(compared)))
+        of_rows = jnp.roll(by_device, number - 1, 0)  # at the place that has the rows
+        return number + 1, sent(rows, -1), stored(votes, number, of_rows), results
 
-    def goes_on(carry: Carry) -> Array:
-        number, seen, _ = carry
-        return (number < 2) | ((number < most) & jnp.any(_outvoted(_rolled(seen[:2], -1))))
+    def goes_on(carry: tuple) -> Array:
+        number, _, votes, _ = carry
+        return (number < 2) | ((number < most) & jnp.any(votes[0] != votes[1]))
 
-    nothing = idle(jax.eval_shape(passes, *taken(of_pass, 0)))
-    seen = jnp.zeros((most, axis_size(ring), program.mesh.size // axis_size(ring)), jnp.uint32)
-    number, seen, results = lax.while_loop(goes_on, run, (jnp.int32(0), seen, nothing))
-    votes = _rolled(seen, -1)  # by the place that has the rows, in place of the one that ran the pass
+    rows = sent((batch, axis_index(ROW_AXES)), +1)
+    votes = jnp.zeros((most, axis_size(ring), program.mesh.size // axis_size(ring)), jnp.uint32)
+    nothing = idle(jax.eval_shape(passes, *rows))
+    number, _, votes, results = lax.while_loop(goes_on, run, (jnp.int32(0), rows, votes, nothing))
     votes = jnp.where((jnp.arange(most) < number)[:, None, None], votes, votes[:1])
-    return results, jnp.any(_rolled(_outvoted(votes), +1), axis=0)
+    by_device = jnp.stack([jnp.roll(rows, 1 - turn, 0) for turn, rows in enumerate(_outvoted(votes))])
+    return results, jnp.any(by_device, axis=0)
 
 
 def state_checksums(program: Program, state: TrainState) -> Array:
@@ -82,10 +84,6 @@ def _everywhere(program: Program, x: Array) -> Array:
     axes = program.mesh.axis_names
     every = gather_shards(vary(x, axes)[None], 0, axes, invariant=True)
     return every.reshape(axis_size(there(_RING)), -1, *x.shape)
-
-
-def _rolled(passes: Array, sign: int) -> Array:
-    return jnp.stack([jnp.roll(each, sign * by, 0) for each, by in zip(passes, _SHIFTS, strict=False)])
 
 
 def _outvoted(votes: Array) -> Array:
