@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 
-from megajax.core.errors import RunError
 from megajax.core.program.program import Program
 from megajax.core.program.recheck import COMPARED, compares_gradients
 from megajax.core.program.state import TrainState
@@ -35,20 +34,15 @@ class Rechecks:
     def judged(self, step: int, differing: jax.Array) -> tuple[int, str]:
         """How many devices differ in a step, and a line that names them; empty if none does."""
         wrong = np.asarray(differing).reshape(len(COMPARED), *self._devices.shape)
-        parts = []
-        for what, places in zip(COMPARED, wrong, strict=True):
-            groups = [
-                f"data {data}, {located(self._devices[data, places[data]].tolist(), self._hosts)}"
-                for data in np.flatnonzero(places.any(axis=1))
-            ]
-            parts += [f"{what}: {' or '.join(groups)}"] if groups else []
-        line = f"step {step}: --train.recheck found different bits in {'; '.join(parts)}" if parts else ""
+        found = [f"{what}: {self._named(places)}" for what, places in zip(COMPARED, wrong, strict=True) if places.any()]
+        line = f"step {step}: --train.recheck found different bits in {'; '.join(found)}" if found else ""
         return int(wrong.any(axis=0).sum()), line
+
+    def _named(self, places: np.ndarray) -> str:
+        """The replicas and devices at places of the mesh, [data, rest]."""
+        replicas = {data: self._devices[data, places[data]].tolist() for data in np.flatnonzero(places.any(axis=1))}
+        return " or ".join(f"data {data}, {located(devices, self._hosts)}" for data, devices in replicas.items())
 
     def narrowed(self, line: str) -> str:
         """The line with what the self-test says."""
-        try:
-            selftest(self._program)
-        except RunError as error:
-            return f"{line}; the self-test finds {str(error).rpartition('trained: ')[2]}"
-        return f"{line}; the self-test finds no device that is always wrong"
+        return f"{line}; the self-test finds {selftest(self._program) or 'no device that is always wrong'}"

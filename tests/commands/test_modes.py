@@ -68,22 +68,11 @@ def test_a_device_that_becomes_wrong(commands: Commands, tmp_path: Path, monkeyp
         return jnp.where(wrong, y.at[0, 0, 0].multiply(1 + 2**-12), y), figures
 
     monkeypatch.setattr(BoundModel, "layer", layer)
-    line = (
-        "--mesh.data",
-        4,
-        "--simulate-devices",
-        4,
-        "--train.recheck",
-        2,
-        "--train.steps",
-        6,
-        "--train.eval-every",
-        0,
-    )
-    line = (commands.preset, *line, "--run-dir", tmp_path)
-    ended, named = commands.run("train.py", *line), "different bits in gradients or losses: data 2, device 2 (cpu) of"
+    line = ("train.py", commands.preset, "--run-dir", tmp_path, "--mesh.data", 4, "--simulate-devices", 4)
+    line += ("--train.recheck", 2, "--train.steps", 6, "--train.eval-every", 0)
+    ended, named = commands.run(*line), "different bits in gradients or losses: data 2, device 2 (cpu) of"
     assert ended.code == 3 and f"step 4: --train.recheck found {named} process 0 on " in ended.err
-    assert commands.run("train.py", *line, "--train.recheck-continue").code == 0
+    assert commands.run(*line, "--train.recheck-continue").code == 0
     figures = [(line.get("recheck_differs"), line["skipped_steps"]) for line in training(tmp_path)]
     assert figures == [(None, 0), (0, 0), (None, 0), (1, 1), (None, 1), (1, 2)]
     assert (tmp_path / "log.txt").read_text().count(named) == 2  # of the steps that were skipped
