@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from megajax.core.errors import RunError, UserError
 from megajax.host import reading, remote
@@ -43,7 +43,6 @@ _UPLOADED_EVERY = 60.0  # seconds, besides checkpoints
 RENEWED_EVERY = 15.0  # the same commit, so that others know that its writer lives
 _COPIES, _OWNER = "megajax-store-", "owner.json"  # folders with local copies, and the processes that work in them
 _Fingerprint = tuple[int, int, int]
-_Item = TypeVar("_Item")
 _ALIVE = ".uploading"  # in `checkpoints/`, touched at every request, for the watchdog
 _WHEN_NEEDED = re.compile(r"checkpoints/[^/]+/state/")  # what is copied only to read a checkpoint
 _OURS = re.compile(r"(?:commits|uploads)/(\d{8})(?![^-/])")  # objects, and the number of their writer's commit
@@ -77,14 +76,14 @@ def _patiently(method: Callable[..., None]) -> Callable[..., None]:
     writer is news."""
 
     @functools.wraps(method)
-    def call(store: "Store", *given: Any, patience: float | None = None, **further: Any) -> None:
+    def call(store: "Store", *arguments: Any, patience: float | None = None, **options: Any) -> None:
         patience, pause = PATIENCE if patience is None else patience, 1.0
         end, news = time.monotonic() + patience, store.news if store.taken and patience else []
         with store.lock:
             while True:
                 try:
                     with remote.os_errors(store.url):
-                        method(store, *given, **further)
+                        method(store, *arguments, **options)
                     news += [f"{store.url} works again"] * (pause > 1)
                     return
                 except OSError as error:
@@ -122,8 +121,9 @@ class Store(RunLock):
         super().__init__(self.folder)
         self.lock = threading.RLock()  # held while the local copy is looked at, and to remove something from it
         self.news: list[str] = []
-        self.url, self._flag, self._token, self._uploads = url, flag, secrets.token_hex(8), 0
+        self.url, self._flag, self._token = url, flag, secrets.token_hex(8)
         self.taken = self._taken_over = False
+        self._seen = 0, 0.0  # another writer's commit, and when it was first seen
         self._commit, self._adding = _Commit(0, "", None, {}), threading.Lock()  # the newest one known
         self._objects: dict[_Fingerprint, str] = {}  # of local files, whatever their names
         self._absent: dict[str, str] = {}  # files of the commit that have not been copied, with their objects
@@ -149,25 +149,24 @@ class Store(RunLock):
     def take(self) -> None:
         """Become the run's writer. If another one may have ended, announce that and wait up to a minute."""
         with writable(self.url):
-            self._take(patience=_AT_START)
+            while not self.taken:
+                self._try_to_take(patience=_AT_START)
+                time.sleep(0.0 if self.taken else 1.0)
         for action in (self._renew, self._keep_uploading):
             threading.Thread(target=action, daemon=True).start()
 
     @_patiently
-    def _take(self) -> None:
-        seen, since = 0, 0.0
-        while not self.taken:
-            newest = self._newest()
-            holder, silent = newest.holder, newest.number == seen and time.monotonic() - since > ABANDONED_AFTER
-            if silent or holder is None or holder.is_alive is False or newest.writer.endswith(self._token):
-                self._claim(newest)
-            elif not seen:
-                seen, since = newest.number, time.monotonic()
-                tell(f"{self.url} belongs to {holder}: taken over if not renewed for {ABANDONED_AFTER:.0f} s")
-            elif newest.number != seen:
-                in_use = f"--run-dir {self.url} is in use by {holder}"
-                raise UserError(f"{in_use}; valid: wait until it ends, or another place")
-            time.sleep(0.0 if self.taken else 1.0)
+    def _try_to_take(self) -> None:
+        newest, (seen, since) = self._newest(), self._seen
+        holder, silent = newest.holder, newest.number == seen and time.monotonic() - since > ABANDONED_AFTER
+        if silent or holder is None or holder.is_alive is False or newest.writer.endswith(self._token):
+            self._claim(newest)
+        elif not seen:
+            self._seen = newest.number, time.monotonic()
+            tell(f"{self.url} belongs to {holder}: taken over if not renewed for {ABANDONED_AFTER:.0f} s")
+        elif newest.number != seen:
+            in_use = f"--run-dir {self.url} is in use by {holder}"
+            raise UserError(f"{in_use}; valid: wait until it ends, or another place")
 
     def _claim(self, newest: _Commit) -> None:
         """Become the writer after `newest`, unless another process is faster."""
@@ -231,10 +230,10 @@ class Store(RunLock):
         local = dict(_files(self.folder))
         if self._ended.is_set() != ends or (MARK in self._commit.files and MARK not in local):
             raise RunError(f"{self._copy} is gone, so this process stops writing to {self.url}")
-        self._uploads += 1
+        folder = f"uploads/{self._commit.writer}/{secrets.token_hex(8)}"
 
         def upload(name: str) -> None:
-            key = f"uploads/{self._commit.writer}/{self._uploads:06}/{name}"
+            key = f"{folder}/{name}"
             try:
                 self._system.put_file(str(self.folder / name), key)
                 self._objects[local[name]] = key
@@ -350,7 +349,7 @@ class Store(RunLock):
         with contextlib.suppress(FileNotFoundError):
             (self.folder / "checkpoints" / _ALIVE).touch()
 
-    def _each(self, action: Callable[[_Item], None], items: Iterable[_Item]) -> None:
+    def _each(self, action: Callable[[Any], None], items: Iterable[Any]) -> None:
         with ThreadPoolExecutor(8) as threads:
             for _ in threads.map(action, items):
                 self.show_life()

@@ -68,7 +68,9 @@ def located(devices: Sequence[jax.Device], hosts: Sequence[str]) -> str:
     for process, several in groupby(devices, lambda device: device.process_index):
         first, *others = several
         ids = ", ".join(str(device.id) for device in (first, *others))
-        groups.append(f"device{'s' * bool(others)} {ids} ({first.device_kind}) of process {process} on {hosts[process]}")
+        groups.append(
+            f"device{'s' * bool(others)} {ids} ({first.device_kind}) of process {process} on {hosts[process]}"
+        )
     return " and ".join(groups)
 
 
