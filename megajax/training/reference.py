@@ -20,9 +20,8 @@ from megajax.host import reading
 from megajax.host.files import write_atomically
 from megajax.host.processes import on_first_process, say
 from megajax.runs.checkpoint import Checkpoints
-from megajax.runs.directory import last_start, trained_steps
-from megajax.runs.init import first_state, init_folder
-from megajax.runs.ownership import MARK
+from megajax.runs.directory import last_start
+from megajax.runs.init import first_state, init_has_changed
 from megajax.runs.task_data import TaskData, records_digest
 from megajax.settings.config import Config
 
@@ -65,9 +64,7 @@ def _first_weights(config: Config, program: Program, weights: Callable[[TrainSta
         if 0 in checkpoints.steps():
             origin, params = "step 0", checkpoints.restore_params(0)
         elif earlier.init:
-            newest = (begun := init_folder(earlier)) / "checkpoints" / str(trained_steps(begun))
-            began = (run_dir / MARK).stat().st_mtime
-            if earlier.init_step == "latest" and newest.exists() and newest.stat().st_mtime > began:
+            if init_has_changed(vars(earlier), run_dir):
                 raise RunError(f"{earlier.init} was trained since this run began")
             first = dataclasses.replace(config, init=earlier.init, init_step=earlier.init_step)
             origin, params = f"--init {earlier.init}", weights(first_state(first, program)[0])

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,8 @@ from megajax.core.optim.config import UNKNOWN, Horizon
 from megajax.core.program.program import Program
 from megajax.host import reading
 from megajax.host.files import writable
-from megajax.host.processes import on_first_process, say
+from megajax.host.processes import is_first_process, of_first_process, on_first_process, say
+from megajax.runs.init import init_has_changed
 from megajax.runs.metrics import read_metrics
 from megajax.runs.ownership import FORMS, IMPORTED, OF_SAMPLES, mark
 from megajax.runs.starts import Start, starts, this_machine
@@ -84,6 +86,9 @@ def replay(
     if any(each.given for each in parts):
         what = f"{run_dir}: its steps were trained on data that Python code gave"
         raise UserError(f"{what}; valid: steps trained on a corpus, a task or --data.set")
+    if 0 == begin not in complete(run_dir / "checkpoints") and init_has_changed(known[0].preset.values, run_dir):
+        what = f"the run of --init was trained since {run_dir} began with its newest weights"
+        raise UserError(f"--steps {first}: {what}; valid: steps after a checkpoint of {run_dir}")
     left_out = () if plugins and "plugins" not in overrides else ("plugins",)
     configs, own = ({each.step: _config(each, of, left_out) for each in parts} for of in (overrides, {}))
     meshes = (own, configs)[not layers :]
@@ -106,11 +111,11 @@ def replay(
         """What is wanted of a step, before it is trained."""
         if run.first == first - 1 and layers:
             norms.append(norms_of_layers(run))
-        if run.first == first - 1 and samples and len(norms) != 1:
+        if run.first == first - 1 and samples and len(norms) in (0, 2):  # once
             say("\n".join(losses_of_samples(run, first)))
 
     def compare() -> list[int]:
-        differs, what = compared(recorded, _by_step(folder), begin, config.precision, exact)
+        differs, what = compared(recorded, _by_step(folder), begin, laid_out[0].precision, exact)
         return [differs, *what.encode()]
 
     for mesh in meshes:
@@ -209,28 +214,28 @@ def _same_bits(config: Config, own: Config, each: Start) -> bool:
 
 @contextlib.contextmanager
 def _workplace(run_dir: Path) -> Iterator[Path]:
-    """A folder for the run that replays, removed at the end; of several processes beside the run, where all see it."""
-    parent = None if jax.process_count() == 1 else run_dir.absolute().parent
-    with contextlib.ExitStack() as stack:
-
-        def made() -> list[int]:
-            with writable(f"{run_dir}.replay"):
-                folder = tempfile.TemporaryDirectory("", f"{run_dir.name}.replay-", parent, ignore_cleanup_errors=True)
-            return [*os.fsencode(stack.enter_context(folder))]
-
-        yield Path(os.fsdecode(bytes(on_first_process(made))))
+    """Where the run that replays lies, until it is removed; of several processes beside the run, where all see it."""
+    parent = tempfile.gettempdir() if jax.process_count() == 1 else run_dir.absolute().parent
+    folder = Path(parent, f"{run_dir.name}.replay-{of_first_process(secrets.randbits(31)):08x}")
+    try:
+        yield folder
+    finally:
+        if is_first_process():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lay_out(run_dir: Path, folder: Path, begin: int, config: Config, horizon: Horizon | None) -> None:
-    """Fill a run directory with what a run had when it had done `begin` steps, after its start with `config`."""
-    mark(folder)
-    (folder / "config.toml").write_text(to_toml(lasting(config), horizon))
-    for name in (*OF_SAMPLES, FORMS, IMPORTED):
-        if reading.kind(run_dir / name):
-            shutil.copy(run_dir / name, folder / name)
-    for name in ("data", "tokenizer", f"checkpoints/{begin}"):
-        if (run_dir / name).exists():
-            shutil.copytree(run_dir.resolve() / name, folder / name, copy_function=os.symlink)
+    """Make a run directory with what a run had when it had done `begin` steps, after its start with `config`."""
+    with writable(folder):
+        folder.mkdir(0o700)
+        mark(folder)
+        (folder / "config.toml").write_text(to_toml(lasting(config), horizon))
+        for name in (*OF_SAMPLES, FORMS, IMPORTED):
+            if reading.kind(run_dir / name):
+                shutil.copy(run_dir / name, folder / name)
+        for name in ("data", "tokenizer", f"checkpoints/{begin}"):
+            if (run_dir / name).exists():
+                shutil.copytree(run_dir.resolve() / name, folder / name, copy_function=os.symlink)
 
 
 def _train(config: Config, folder: Path, end: int, given: Supplied, some: bool) -> None:
