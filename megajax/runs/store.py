@@ -312,20 +312,20 @@ class Store(RunLock):
         self._absent = {name: key for name, key in self._absent.items() if name not in wanted}
 
     @_patiently
-    def hand_over(self, folder: Path, step: int) -> None:
-        """Upload this process's share of a checkpoint to where process 0 gathers it, with its marker last."""
+    def hand_over(self, folder: Path, shares: str) -> None:
+        """Upload this process's share of a checkpoint to where process 0 gathers the `shares`, with its marker last."""
         for file in sorted(filter(Path.is_file, folder.rglob("*")), key=lambda file: file.parent == folder):
-            self._system.put_file(str(file), f"{self._shares(step)}/{file.relative_to(folder).as_posix()}")
+            self._system.put_file(str(file), f"{self._place(shares)}/{file.relative_to(folder).as_posix()}")
 
     @_patiently
-    def gather(self, folder: Path, step: int) -> None:
+    def gather(self, folder: Path, shares: str) -> None:
         """Copy to `folder` what the other processes have handed over so far. Its objects become the checkpoint's."""
-        markers = self._names(self._shares(step))
-        there = {key.removeprefix(f"{self._shares(step)}/"): key for key in self._system.find(self._shares(step))}
+        markers = self._names(self._place(shares))
+        there = {key.removeprefix(f"{self._place(shares)}/"): key for key in self._system.find(self._place(shares))}
         self._download({folder / name: key for name, key in there.items() if "/" in name or name in markers})
 
-    def _shares(self, step: int) -> str:
-        return f"uploads/{self._commit.writer}/shares/{step}"
+    def _place(self, shares: str) -> str:
+        return f"uploads/{self._commit.writer}/shares/{shares}"
 
     def _download(self, keys: Mapping[Path, str], *, may_be_gone: bool = False) -> None:
         def download(file: Path) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import threading
 import time
@@ -34,6 +35,7 @@ from megajax.runs.store import store_of
 
 _PATIENCE = 30.0  # seconds that `abandon` waits for other processes
 _POLL = 0.05  # seconds
+_numbers = itertools.count()  # of writes, the same on all processes
 
 
 class Write:
@@ -47,7 +49,7 @@ class Write:
         self._folder, self._canonical, self._then = folder, canonical, then
         self._sums: dict[str, int] = {}  # this process's terms of the checksums; on process 0 later their totals
         self._place = step_folders.temporary(folder, step)
-        self._store = store_of(folder.parent)
+        self._store, self._shares = store_of(folder.parent), f"{step}-{next(_numbers)}"  # not those of a failed write
         self._run_dir, self._made = identity(folder.parent), identity(self._place)
         self._part_tried = threading.Event()
         self._part_written = self._complete = False
@@ -154,7 +156,7 @@ class Write:
             write_json(marker.with_name(f"{marker.name}.partial"), self._sums)
             marker.with_name(f"{marker.name}.partial").rename(marker)
             if self._store and not is_first_process():
-                self._store.hand_over(self._place, self.step)
+                self._store.hand_over(self._place, self._shares)
         except OSError as error:
             self._part_written, self.problem = False, self.problem or in_one_line(error)
 
@@ -165,7 +167,7 @@ class Write:
         processes = range(1, jax.process_count())
         while True:
             others = self._others
-            if self._store and not self._tried(functools.partial(self._store.gather, self._place, self.step)):
+            if self._store and not self._tried(functools.partial(self._store.gather, self._place, self._shares)):
                 return False
             if others or all(self._marker(process, True).exists() for process in processes):
                 return True

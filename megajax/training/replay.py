@@ -115,7 +115,9 @@ def replay(
             say("\n".join(losses_of_samples(run, first)))
 
     def compare() -> list[int]:
-        differs, what = compared(recorded, _by_step(folder), begin, laid_out[0].precision, exact)
+        replayed = _by_step(folder)
+        assert {*range(first, last + 1)} <= replayed.keys(), replayed.keys()
+        differs, what = compared(recorded, replayed, begin, laid_out[0].precision, exact)
         return [differs, *what.encode()]
 
     for mesh in meshes:
