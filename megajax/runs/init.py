@@ -1,7 +1,6 @@
 """The state that a new run starts with: fresh weights, or those of another run (`--init`), on any mesh."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from megajax.host.processes import say
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.data import has_run_data
 from megajax.runs.directory import stored_config, trained_steps
-from megajax.runs.ownership import MARK
 from megajax.runs.step_folders import complete
 from megajax.runs.store import run_folder
 from megajax.runs.trained import check_run
@@ -105,14 +103,6 @@ def check_init(config: Config) -> None:
     if not steps:
         raise UserError(f"--init {run_dir} holds no checkpoint; valid: the directory of a run that wrote one")
     choose_step(run_dir, steps, config.init_step, "--init-step")
-
-
-def init_has_changed(began: Mapping[str, Any], run_dir: Path) -> bool:
-    """Whether a run `began` with the newest weights of a run that was trained since; of one in a store nobody knows."""
-    if not began.get("init") or began.get("init_step", "latest") != "latest":
-        return False
-    newest = Path(began["init"], "checkpoints", str(trained_steps(Path(began["init"]))))
-    return newest.exists() and newest.stat().st_mtime > (run_dir / MARK).stat().st_mtime
 
 
 def init_tokenizer(config: Config) -> Tokenizer | None:

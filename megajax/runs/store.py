@@ -165,8 +165,7 @@ class Store(RunLock):
             self._seen = newest.number, time.monotonic()
             tell(f"{self.url} belongs to {holder}: taken over if not renewed for {ABANDONED_AFTER:.0f} s")
         elif newest.number != seen:
-            in_use = f"--run-dir {self.url} is in use by {holder}"
-            raise UserError(f"{in_use}; valid: wait until it ends, or another place")
+            raise UserError(f"--run-dir {self.url} is in use by {holder}; valid: wait until it ends, or another place")
 
     def _claim(self, newest: _Commit) -> None:
         """Become the writer after `newest`, unless another process is faster."""

@@ -119,9 +119,8 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
             transcript.begin(run_dir)
         if config.train.selftest:
             with display.phase("testing the devices"):
-                wrong = selftest(program)
-            if wrong:
-                raise RunError(f"--train.selftest: wrong, so no step is trained: {wrong}")
+                if wrong := selftest(program):
+                    raise RunError(f"--train.selftest: wrong, so no step is trained: {wrong}")
         with display.phase("comparing fused attention and experts with plain code", announced=False):
             backend = backend_without_wrong_forms(program, run_dir)
         if backend != program.backend:

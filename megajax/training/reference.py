@@ -2,7 +2,7 @@
 
 import dataclasses
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from megajax.host import reading
 from megajax.host.files import write_atomically
 from megajax.host.processes import on_first_process, say
 from megajax.runs.checkpoint import Checkpoints
-from megajax.runs.directory import last_start
-from megajax.runs.init import first_state, init_has_changed
+from megajax.runs.directory import last_start, trained_steps
+from megajax.runs.init import first_state
+from megajax.runs.ownership import MARK
 from megajax.runs.task_data import TaskData, records_digest
 from megajax.settings.config import Config
 
@@ -75,6 +76,14 @@ def _first_weights(config: Config, program: Program, weights: Callable[[TrainSta
         raise RunError(f"{problem}; it was computed from the weights that the run began with") from None
     say(f"{file} is missing or damaged: computed again from {origin}")
     return params
+
+
+def init_has_changed(began: Mapping[str, Any], run_dir: Path) -> bool:
+    """Whether a run `began` with the newest weights of a run that was trained since; of one in a store nobody knows."""
+    if not began.get("init") or began.get("init_step", "latest") != "latest":
+        return False
+    newest = Path(began["init"], "checkpoints", str(trained_steps(Path(began["init"]))))
+    return newest.exists() and newest.stat().st_mtime > (run_dir / MARK).stat().st_mtime
 
 
 def _reference(program: Program, params: Any, samples: Any) -> _Values:

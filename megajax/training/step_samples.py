@@ -65,8 +65,7 @@ def _parts(run: Trainer, train: Any, number: int) -> tuple[int, list[tuple[int, 
         source, number = train.place(number)
         train = train.sources[source]
     if isinstance(train, EpochOrder):
-        number = train.place(number)
-        train = run.data.train_samples if isinstance(run.data, TaskData) else train
+        train, number = train.samples, train.place(number)
     if isinstance(train, TrainSamples | InstructionRows):
         return source, train.parts(number)
     number = int(train.owners[number]) if isinstance(train, SpanWindows) else number

@@ -104,7 +104,7 @@ def test_what_is_gone_or_was_changed_is_named(commands: Commands, straight: Run,
     start.write_text(start.read_text().replace('init = ""', f'init = "{run}"'))
     (run / "checkpoints" / "20").touch()
     code, line = replay(commands, begun, "--steps", 2)
-    assert code == 2 and f"--init was trained since {begun} began with its newest weights; valid: steps after" in line
+    assert code == 2 and f"--init was trained since {begun} began; valid: steps after a checkpoint" in line
     start = run / FOLDER / "0.toml"
     start.write_text(start.read_text().replace(" process\n", " process; data of Python code\n"))
     code, line = replay(commands, run, "--steps", 18)

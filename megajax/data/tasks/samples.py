@@ -100,12 +100,12 @@ class EpochOrder:
     """Endless samples, in a new random order every epoch; sample i is a pure function of the seed and i."""
 
     def __init__(self, samples: Samples, seed: int) -> None:
-        self.sequence_length, self.epoch_size, self._samples = samples.sequence_length, len(samples), samples
+        self.sequence_length, self.epoch_size, self.samples = samples.sequence_length, len(samples), samples
         assert self.epoch_size > 0, "no samples"
         self._order = shuffled(self.epoch_size, _ORDER, seed)
 
     def __getitem__(self, number: int) -> Sample:
-        return self._samples[self.place(number)]
+        return self.samples[self.place(number)]
 
     def place(self, number: int) -> int:
         """The number of a sample in an epoch without an order."""
