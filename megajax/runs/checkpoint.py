@@ -164,9 +164,7 @@ class Checkpoints:
     def restore(self, step: int) -> TrainState:
         """The state after `step` steps, on this mesh."""
         targets, layout = self._transfer.targets, self._layout
-        stored.fetch(
-            self.folder / str(step)
-        )  # before its manifest is read, so that a damaged one is set aside as a whole
+        stored.fetch(self.folder / str(step))  # first, so that one with a damaged manifest is set aside as a whole
         averaged, wanted = stored.has_average(self.folder / str(step)), targets.average is not None
         canonical = self._read(step, targets if averaged else dataclasses.replace(targets, average=None))
         if wanted and not averaged:

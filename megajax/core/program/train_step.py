@@ -22,11 +22,7 @@ from megajax.core.optim.adam import (
     remember,
 )
 from megajax.core.parallel import integer_sums
-from megajax.core.parallel.collectives import (
-    PIPE,
-    axis_index,
-    complete,
-)
+from megajax.core.parallel.collectives import PIPE, axis_index, complete
 from megajax.core.parallel.shards import Shards
 from megajax.core.pipeline.executor import Gather
 from megajax.core.pipeline.sums import CHECKSUM, Integers
@@ -218,14 +214,7 @@ def _losses_and_gradients(
     losses, figures = (complete(sums, dict.fromkeys(sums, SCALAR)) for sums in (losses, figures))
     if isinstance(summation, Integers):
         losses = {name: summation.total(loss) for name, loss in losses.items()}
-    return (
-        losses,
-        grads,
-        figures,
-        counts,
-        sum(not_summed.values(), start=jnp.zeros((2,), jnp.int32)),
-        in_passes,
-    )
+    return losses, grads, figures, counts, sum(not_summed.values(), start=jnp.zeros((2,), jnp.int32)), in_passes
 
 
 def _like(grad: Array, weight: Array, stacked: bool) -> Array:
