@@ -1,7 +1,7 @@
 """The device mesh, and the tables that map logical dims of weights and batches to its axes (`megajax/core/axes.py`)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -30,6 +30,8 @@ RULES: Mapping[str, Axes | None] = {
     "vocabulary": TENSOR,  # rows of the tied embedding table
     "heads": TENSOR,  # columns of the query projection, rows of the attention's output projection
     "kv_heads": TENSOR,  # columns of the key and value projections
+    "linear_heads": TENSOR,  # of linear attention: of values, and of queries and keys
+    "linear_key_heads": TENSOR,
     "mlp": TENSOR,  # columns of the MLP's first matrix, rows of its second
     "experts": EXPERT,  # experts of a mixture
     "expert_mlp": TENSOR,  # like "mlp", in each expert
@@ -43,6 +45,7 @@ RULES: Mapping[str, Axes | None] = {
     "latent": None,  # of latent attention, like the next two: between regions, as "embed"
     "query_latent": None,
     "latent_and_key": None,
+    "linear_latent": None,
     "head_size": None,
     "rank": None,  # of LoRA adapters of products in regions,
     "outer_rank": None,  # and of those between them
@@ -52,9 +55,10 @@ RULES: Mapping[str, Axes | None] = {
 # the whole one, and each takes its own tokens (`TokenShares.own_tokens`).
 BATCH_RULES: Mapping[str, Axes | None] = {"tokens": None}
 
-LATENTS = {"latent", "query_latent", "latent_and_key"}
+LATENTS = {"latent", "query_latent", "latent_and_key", "linear_latent"}
 # Dims of weights inside tensor-parallel regions.
-_IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp", "expert_mlp", "expert_output", "rank"}
+_IN_REGIONS = {"heads", "kv_heads", "linear_heads", "linear_key_heads", "head_size"}
+_IN_REGIONS |= {"mlp", "expert_mlp", "expert_output", "rank"}
 
 ROWS = PartitionSpec(ROW_AXES)
 """The spec of arrays with an entry for each row of a batch."""
@@ -85,15 +89,14 @@ def make_abstract_mesh(**sizes: int) -> AbstractMesh:
     return AbstractMesh(tuple(sizes[axis] for axis in axes), axes, axis_types=types)
 
 
-def rules_of(*, split_vocabulary: bool, split_kv_heads: bool) -> Mapping[str, Axes | None]:
+def rules_of(*, split_vocabulary: bool, whole: Iterable[str] = ()) -> Mapping[str, Axes | None]:
     """The table for a model on a mesh.
 
     Args:
         split_vocabulary: the embedding table is sharded over stages too (`--pipeline.vocabulary split`).
-        split_kv_heads: there are key and value heads for all devices of a tensor group; otherwise each holds all.
+        whole: dims that every device of a tensor group holds all of (`ModelConfig.whole_heads`).
     """
-    vocabulary, kv_heads = (PIPE, TENSOR) if split_vocabulary else TENSOR, TENSOR if split_kv_heads else None
-    return {**RULES, "vocabulary": vocabulary, "kv_heads": kv_heads}
+    return {**RULES, "vocabulary": (PIPE, TENSOR) if split_vocabulary else TENSOR, **dict.fromkeys(whole)}
 
 
 def in_region(logical: PartitionSpec) -> bool:

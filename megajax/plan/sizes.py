@@ -130,7 +130,7 @@ def _held(
         parts = ([replace(weight, zero_stage=zero) for weight in group] for group in (whole.weights, whole.adapters))
         parts = (gathered_late(group, model) for group in parts) if late else parts
         return DeviceWeights(*map(tuple, parts))
-    rules = rules_of(split_vocabulary=split_vocabulary, split_kv_heads=model.num_kv_heads % mesh.tensor == 0)
+    rules = rules_of(split_vocabulary=split_vocabulary, whole=model.whole_heads(mesh.tensor))
     weights = weights_of(*_model(model, lora), rules, stack, mesh.on_devices, zero, joins)
     return DeviceWeights(*(tuple(jax.tree.leaves(group)) for group in (without_adapters(weights), weights.get(LORA))))
 

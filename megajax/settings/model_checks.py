@@ -38,6 +38,7 @@ def check_model(model: ModelConfig) -> None:
     check_read(model, "model")
     _check_rotary(model)
     _check_latent(model)
+    _check_linear(model)
     _check_experts(model)
 
 
@@ -78,6 +79,22 @@ def _check_latent(model: ModelConfig) -> None:
             f"--model.rotary-size {model.rotary_size} {reason}; valid: an even size from 2 to less than "
             f"--model.head-size, {model.head_size}"
         )
+
+
+def _check_linear(model: ModelConfig) -> None:
+    """Check linear attention, which has no biases, and heads of values for each of keys."""
+    if not model.linear_heads:
+        return
+    reason = f"with --model.linear-heads {model.linear_heads}"
+    fixed = {"bias": "none", "latent_size": 0, "attention_sinks": False, "query_key_norm": False}
+    for name, value in (fixed | {"attention_gate": "none", "sliding_window": 0}).items():
+        if getattr(model, name) != value:
+            flag, valid = (as_flag(f"model.{name}", each) for each in (getattr(model, name), value))
+            raise UserError(f"{flag} {reason}; valid: {valid}")
+    if model.linear_heads % model.linear_key_heads:
+        raise UserError(f"--model.linear-key-heads {model.linear_key_heads} {reason}; valid: a divisor of them")
+    if not all(model.linear_in_order):
+        raise UserError(f"--model.linear-layers {model.linear_layers} {reason}; valid: all")
 
 
 def _check_experts(model: ModelConfig) -> None:

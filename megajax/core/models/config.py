@@ -34,6 +34,7 @@ _SIZE = between(0, 1_000_000)
 _EXPERTS = between(0, 10_000)
 _ROTARY = OnlyWith("positions", ("rotary",))
 _LATENT = OnlyWith("latent_size")
+_LINEAR = OnlyWith("linear_heads")
 _LLAMA3 = OnlyWith("rope_scaling", ("llama3",), ignored=True)
 _YARN = OnlyWith("rope_scaling", ("yarn",), ignored=True)
 _CLAMPED = OnlyWith("activation", ("swiglu-clamped",), ignored=True)
@@ -497,7 +498,107 @@ class Window:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Window, Rope, LatentAttention, Experts, Transformer):
+class LinearAttention:
+    """Layers whose attention is linear in the sequence's length, by the gated delta rule, as in Qwen3-Next."""
+
+    linear_heads: Annotated[
+        int,
+        "value heads of linear attention (the gated delta rule, as in Qwen3-Next and Kimi Linear); 0: none",
+        between(0, 100_000),
+        WEIGHTS,
+        Size("linear_heads", split=True),
+        HuggingFaceName(qwen3_next="linear_num_value_heads"),
+    ] = 0
+    linear_layers: Annotated[
+        str,
+        "which layers have linear attention: all, or how many have it, how many do not, how many have it, …, repeated "
+        "to the last layer; 3,1: all but every fourth",
+        WEIGHTS,
+        Range(are_turns, "all, or numbers of layers such as 3,1"),
+        _LINEAR,
+        ShrinkRule(jointly=True),
+    ] = "all"
+    linear_key_heads: Annotated[
+        int,
+        "heads of queries and keys, each for several heads of values; 0: model.linear-heads",
+        between(0, 100_000),
+        WEIGHTS,
+        _LINEAR,
+        Size("linear_key_heads", split=True, repeated=True),
+        HuggingFaceName(qwen3_next="linear_num_key_heads"),
+    ] = 0
+    linear_key_size: Annotated[
+        int,
+        "size of a query and of a key in linear attention; 0: model.head-size",
+        _SIZE,
+        WEIGHTS,
+        _LINEAR,
+        Size("linear_key_size"),
+        HuggingFaceName(qwen3_next="linear_key_head_dim"),
+    ] = 0
+    linear_value_size: Annotated[
+        int,
+        "size of a value in linear attention; 0: model.linear-key-size",
+        _SIZE,
+        WEIGHTS,
+        _LINEAR,
+        Size("linear_value_size"),
+        HuggingFaceName(qwen3_next="linear_value_head_dim"),
+    ] = 0
+    linear_decay: Annotated[
+        Literal["head", "channel"],
+        "what of a linear attention's state decays alike: a head (gated DeltaNet), or each channel of a key, whose "
+        "decays, like the gates, come from a latent of model.linear-value-size then (Kimi Delta Attention)",
+        WEIGHTS,
+        _LINEAR,
+    ] = "head"
+    linear_gate: Annotated[
+        Literal["silu", "sigmoid"],
+        "function of the gates that multiply linear attention's normalized heads",
+        COMPUTATION,
+        _LINEAR,
+    ] = "silu"
+    linear_write: Annotated[
+        float,
+        "the most that linear attention corrects of a value in its state: 1, or 2 for eigenvalues down to -1",
+        between(0, 2),
+        COMPUTATION,
+        _LINEAR,
+    ] = 1.0
+    linear_convolution: Annotated[
+        int,
+        "tokens that the convolutions of linear attention's queries, keys and values see, the token itself included",
+        between(1, 100),
+        WEIGHTS,
+        _LINEAR,
+        ShrinkRule(most=3),
+        HuggingFaceName(qwen3_next="linear_conv_kernel_dim"),
+    ] = 4
+    linear_norm_epsilon: Annotated[
+        float,
+        "model.norm-epsilon of linear attention's heads; 0: the same",
+        between(0, 1),
+        COMPUTATION,
+        _LINEAR,
+    ] = 0
+    linear_chunk: Annotated[
+        int,
+        "tokens that linear attention processes by matrix products at a time; it computes every four chunks again in "
+        "the backward pass",
+        Range(lambda size: size in {1 << n for n in range(13)}, "a power of two, up to 4096"),
+        NOTHING,
+        _LINEAR,
+        ShrinkRule(most=4),
+    ] = 64
+
+    @property
+    def linear_segment(self) -> int:
+        """Tokens after which linear attention keeps a state for the backward pass."""
+        return 4 * self.linear_chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(LinearAttention, Window, Rope, LatentAttention, Experts, Transformer):
     """Model architecture, the same on every mesh. Its options are those of its groups, in one table of a preset.
 
     Options that default to the value of others (0, or "auto") are resolved when the object is made, so that
@@ -514,9 +615,14 @@ class ModelConfig(Window, Rope, LatentAttention, Experts, Transformer):
             "head_size": self.head_size or (self.hidden_size // heads if divisible else 0),
             "mlp_size": self.mlp_size or 4 * self.hidden_size,
             "expert_size": self.expert_size or (self.mlp_size or 4 * self.hidden_size) * (self.num_experts > 0),
+            "linear_key_heads": self.linear_key_heads or self.linear_heads,
             "norm_epsilon": self.norm_epsilon or fixed.get("norm_epsilon", 1e-5),
             "activation": fixed.get("activation", "gelu-tanh") if self.activation == "auto" else self.activation,
         }
+        if self.linear_heads:
+            key_size = self.linear_key_size or left_to_others["head_size"]
+            left_to_others |= {"linear_key_size": key_size, "linear_value_size": self.linear_value_size or key_size}
+            left_to_others["linear_norm_epsilon"] = self.linear_norm_epsilon or left_to_others["norm_epsilon"]
         for name, value in left_to_others.items():
             object.__setattr__(self, name, value)
 
@@ -524,6 +630,11 @@ class ModelConfig(Window, Rope, LatentAttention, Experts, Transformer):
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def whole_heads(self, tensor: int) -> set[str]:
+        """Dims of key heads that are too few for a tensor group of this size, so every device has all of them."""
+        numbers = {"kv_heads": self.num_kv_heads, "linear_key_heads": self.linear_key_heads}
+        return {dim for dim, number in numbers.items() if number % tensor}
 
     @property
     def residual_init_std(self) -> float:
@@ -577,6 +688,12 @@ class ModelConfig(Window, Rope, LatentAttention, Experts, Transformer):
 
     def _windowed(self, number: int) -> tuple[bool, ...]:
         return in_each_layer(self.window_layers, number) if self.sliding_window else (False,) * number
+
+    @property
+    def linear_in_order(self) -> tuple[bool, ...]:
+        """Whether each layer has linear attention, from the first to the last."""
+        number = self.num_layers + self.num_predicting
+        return in_each_layer(self.linear_layers, number) if self.linear_heads else (False,) * number
 
     @property
     def gated(self) -> bool:

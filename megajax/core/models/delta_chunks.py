@@ -1,5 +1,5 @@
-"""The gated delta rule of linear attention, in chunks of tokens: by matrix products alone (Yang et al., arXiv 2412.06464;
-with decays by channel: Kimi Team, arXiv 2510.26692).
+"""The gated delta rule of linear attention, in chunks of tokens: by matrix products alone (Yang et al., arXiv
+2412.06464; with decays by channel: Kimi Team, arXiv 2510.26692).
 
 A head keeps a state S [K, V]. Every token first decays it, `S <- exp(g) S`, then writes `b k (v - k S)` to it, and
 reads `q S`, where k and q are divided by their norms, and q by the square root of K. A document begins with a g of

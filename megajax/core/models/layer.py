@@ -18,6 +18,7 @@ from megajax.core.backend import Backend
 from megajax.core.models.attention import Attend, Attention, Aux, attend_in_context
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
+from megajax.core.models.delta import DeltaAttention
 from megajax.core.models.experts import Mixture
 from megajax.core.models.latent import LatentAttention
 from megajax.core.models.mlp import MLP
@@ -41,8 +42,10 @@ class Block(nnx.Module):
         self.attention_norm, self.mlp_norm = norm_of(config), norm_of(config)
         if self.order == "sandwich":
             self.attention_output_norm, self.mlp_output_norm = norm_of(config), norm_of(config)
-        attention = LatentAttention if config.latent_size else Attention
-        self.attention = attention(config, key / "attention", boundary, backend)
+        attention: Any = LatentAttention if config.latent_size else Attention
+        self.attention = (DeltaAttention if config.linear_heads else attention)(
+            config, key / "attention", boundary, backend
+        )
         self.mlp: MLP | Mixture
         if config.num_experts and not dense:
             self.mlp = Mixture(config, key / "mlp", boundary, backend)

@@ -48,6 +48,8 @@ def attention_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """Input and output size of each product of a layer's attention, by name."""
     hidden, heads = model.hidden_size, model.num_heads
     queries, keys = heads * model.head_size, model.num_kv_heads * model.head_size
+    if model.linear_heads:
+        return _linear_sizes(model)
     output = {"output": (heads * model.value_head_size, hidden)}
     if not model.latent_size:
         gate = {} if model.attention_gate == "none" else {"attention_gate": (hidden, queries)}
@@ -57,6 +59,18 @@ def attention_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     down |= {"key_value_down": (hidden, latent + shared)}
     up = heads * (model.head_size - shared + model.value_head_size)
     return {"query": (of_query or hidden, queries)} | down | {"key_value": (latent, up)} | output
+
+
+def _linear_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The same of linear attention."""
+    hidden, size, latent = model.hidden_size, model.linear_key_size, model.linear_value_size
+    heads, keys, values = model.linear_heads, model.linear_key_heads * size, model.linear_heads * latent
+    sizes = {"query": (hidden, keys), "key": (hidden, keys), "value": (hidden, values), "write": (hidden, heads)}
+    sizes |= {"decay": (hidden, heads), "attention_gate": (hidden, values), "output": (values, hidden)}
+    if model.linear_decay == "channel":
+        sizes |= {"decay_down": (hidden, latent), "gate_down": (hidden, latent)}
+        sizes |= {"decay": (latent, heads * size), "attention_gate": (latent, values)}
+    return sizes
 
 
 def product_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:

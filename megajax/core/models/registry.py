@@ -43,6 +43,7 @@ FAMILIES = {
             "query_key_norm": False,
             "attention_sinks": False,
             "latent_size": 0,
+            "linear_heads": 0,
             "tied_embedding": True,
             "scaled_embedding": False,
             "query_scalar": 0,

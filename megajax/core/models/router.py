@@ -164,12 +164,17 @@ def balances_router(path: Sequence[str]) -> bool:
     return tuple(path[-2:]) == ("router", "bias")
 
 
+def is_wide(path: Sequence[str]) -> bool:
+    """Whether layers compute with the weight at a path as it is stored: with the router's balancing bias, whose steps
+    are smaller than half precision resolves, and with linear attention's decays, which add up over all tokens."""
+    return balances_router(path) or path[-1] in ("decay_rate", "decay_bias")
+
+
 def in_compute_dtype(weights: Tree, dtype: DTypeLike) -> Tree:
-    """Weights as layers compute with them: in `dtype`, except the router's balancing bias. It keeps its own, since its
-    steps are smaller than half precision resolves."""
+    """Weights as layers compute with them: in `dtype`, except those that `is_wide` names."""
 
     def cast(path: Any, weight: Array) -> Array:
-        return weight if balances_router([key.key for key in path]) else weight.astype(dtype)
+        return weight if is_wide([key.key for key in path]) else weight.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast, weights)
 

@@ -12,7 +12,8 @@ from megajax.core.parallel.collectives import sum_over, varying_axes
 from megajax.core.precision import at_least_fp32
 from megajax.core.trees import Tree
 
-NOT_DECAYED = ("bias", "logit_bias", "scale", "sinks")  # of our norms, attention sinks and all biases
+# Of our norms, attention sinks, linear attention's decays and all biases.
+NOT_DECAYED = ("bias", "logit_bias", "scale", "sinks", "decay_rate", "decay_bias")
 WINDOW = 64  # recent gradient norms whose median is taken
 FEWEST = 16  # norms needed before the median counts
 

@@ -101,8 +101,8 @@ class StateLayout:
         self.has_main = self.compute_dtype != self.main_dtype
         self.adapters = adapters = Adapters(config.lora, config.model, model) if config.lora.rank else None
         self.frozen = frozen_weights(config.train.freeze, model.shapes, config.model)
-        whole_heads = config.model.num_kv_heads % config.mesh.tensor == 0
-        rules = rules_of(split_vocabulary=config.splits_vocabulary, split_kv_heads=whole_heads)
+        whole = config.model.whole_heads(config.mesh.tensor)
+        rules = rules_of(split_vocabulary=config.splits_vocabulary, whole=whole)
         zero = config.optimizer.zero
         sizes, joins = config.mesh.on_devices, joins_of(config)
         weights = weights_of(model, adapters, rules, self.placement, sizes, zero, joins)

@@ -22,7 +22,7 @@ from megajax.core.mesh import (
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.freeze import is_head
 from megajax.core.models.lora import LORA, Adapters
-from megajax.core.models.router import balances_router
+from megajax.core.models.router import is_wide
 from megajax.core.models.staged import StagedModel
 from megajax.core.optim.adam import NOT_DECAYED
 from megajax.core.optim.muon import Matrices, joinable_dims
@@ -126,7 +126,7 @@ class Weight:
 
     def computed_in(self, compute: Kind, main: Kind) -> Kind:
         """Which of two dtypes, or of their sizes, layers compute in with it (`router.in_compute_dtype`)."""
-        return main if balances_router(self.path) else compute
+        return main if is_wide(self.path) else compute
 
     def sharding_of(self, spec: PartitionSpec) -> Sharding:
         """How ZeRO shards an array like it that has this spec."""
