@@ -6,12 +6,12 @@ from tiny import LLAMA, tiny_config
 
 from megajax.core.models.lora_config import LoraConfig
 
-WORDS = LLAMA | SMALL | {"num_heads": 2, "num_kv_heads": 2, "sequence_length": 8, "vocab_size": 21, "dropout": 0.0}
+WORDS = LLAMA | SMALL | {"num_heads": 2, "num_kv_heads": 2, "sequence_length": 16, "vocab_size": 21, "dropout": 0.0}
 WORDS |= {"rope_scaling": "none", "rope_factor": 1.0, "rope_original_length": 8192, "mlp_size": 8, "num_layers": 1}
-BY_HEAD = {"linear_heads": 4, "linear_key_heads": 2, "linear_key_size": 3, "linear_value_size": 2, "linear_chunk": 2}
+BY_HEAD = {"linear_heads": 4, "linear_key_heads": 2, "linear_key_size": 3, "linear_value_size": 2, "linear_chunk": 4}
 BY_HEAD |= {"linear_convolution": 3, "linear_write": 2.0}
 BY_CHANNEL = BY_HEAD | {"linear_key_heads": 4, "linear_decay": "channel", "linear_gate": "sigmoid"}
-FEW_KEYS = BY_HEAD | {"linear_key_heads": 1}
+FEW_KEYS = BY_HEAD | {"linear_key_heads": 1, "linear_chunk": 2}
 
 ROWS = {
     "tensor": ((1, 1, 2), BY_HEAD | {"reset_attention": True}),
@@ -26,4 +26,4 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_a_step_is_that_of_one_device(name: str) -> None:
     mesh, words = ROWS[name]
-    assert_exact(tiny_config(mesh, **WORDS | {"global_batch": 2} | words), branches=False, planned=False)
+    assert_exact(tiny_config(mesh, **WORDS | {"global_batch": 4} | words), branches=False, planned=False)
