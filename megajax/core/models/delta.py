@@ -82,7 +82,8 @@ class DeltaAttention(nnx.Module):
         self.value_taps = taps("value_taps", "linear_heads", value)
         self.write = by_heads("write", "linear_heads")
         by_channel, latent = config.linear_decay == "channel", value * (config.linear_decay == "channel")
-        self.decay_down, self.gate_down = (down("decay_down"), down("gate_down")) if by_channel else (None, None)
+        self.decay_down = down("decay_down") if by_channel else None
+        self.gate_down = down("gate_down") if by_channel else None
         channels = (size,) if by_channel else ()
         self.decay = by_heads("decay", "linear_heads", *channels, latent=latent)
         self.attention_gate = by_heads("attention_gate", "linear_heads", value, latent=latent)

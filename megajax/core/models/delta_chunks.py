@@ -118,10 +118,10 @@ def delta_rule(tokens: Tokens, chunk: int, segment: int, state_BHKV: Array | Non
     def step(state_BHKV: Array, tokens: Tokens) -> tuple[Array, Array]:
         return computed(checkpoint_name(state_BHKV, "attention_statistics"), tokens)
 
-    if state_BHKV is None:
-        state_BHKV = jnp.zeros(tokens.state_shape, tokens.decay_BHTG.dtype)
-    state_BHKV, read_MBHTV = lax.scan(step, _varying_as(tokens, state_BHKV), tokens.in_parts(segment))
-    return _joined(read_MBHTV, tokens.key_BHTK.shape[2]), state_BHKV
+    nothing = jnp.zeros(tokens.state_shape, tokens.decay_BHTG.dtype)
+    first_BHKV = _varying_as(tokens, nothing if state_BHKV is None else state_BHKV)
+    last_BHKV, read_MBHTV = lax.scan(step, first_BHKV, tokens.in_parts(segment))
+    return _joined(read_MBHTV, tokens.key_BHTK.shape[2]), last_BHKV
 
 
 def state_map(tokens: Tokens, chunk: int, segment: int) -> Array:
