@@ -46,6 +46,9 @@ RULES: Mapping[str, Axes | None] = {
     "query_latent": None,
     "latent_and_key": None,
     "linear_latent": None,
+    "taps": None,  # of a convolution
+    "linear_key_size": None,
+    "linear_value_size": None,
     "head_size": None,
     "rank": None,  # of LoRA adapters of products in regions,
     "outer_rank": None,  # and of those between them
@@ -57,8 +60,8 @@ BATCH_RULES: Mapping[str, Axes | None] = {"tokens": None}
 
 LATENTS = {"latent", "query_latent", "latent_and_key", "linear_latent"}
 # Dims of weights inside tensor-parallel regions.
-_IN_REGIONS = {"heads", "kv_heads", "linear_heads", "linear_key_heads", "head_size"}
-_IN_REGIONS |= {"mlp", "expert_mlp", "expert_output", "rank"}
+_IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp", "expert_mlp", "expert_output", "rank"}
+_IN_REGIONS |= {"linear_heads", "linear_key_heads", "linear_key_size", "linear_value_size"}
 
 ROWS = PartitionSpec(ROW_AXES)
 """The spec of arrays with an entry for each row of a batch."""

@@ -140,7 +140,8 @@ def test_one_mesh_axis_splits_one_dim_only():
 def test_every_logical_name_has_a_rule():
     """The names on the weights, and those of the pipelined layers' leading dims, are those of the table."""
     names = {"chunks", "stages"}
-    for options in (*({"family": family} for family in FAMILIES), MIXTURE | {"bias": "all"}, LATENT):
+    families, linear = ({"family": family} for family in FAMILIES), {"linear_heads": 4, "linear_decay": "channel"}
+    for options in (*families, MIXTURE | {"bias": "all"}, LATENT, linear):
         model = StagedModel(tiny_config(**options).model, F_AND_G, CPU)
         specs, shapes = by_path(model.logical_specs), by_path(model.shapes)
         names |= {name for spec in specs.values() for name in spec}

@@ -56,9 +56,9 @@ class DeltaAttention(nnx.Module):
         hidden, size, value = config.hidden_size, config.linear_key_size, config.linear_value_size
         numbers = {"linear_heads": config.linear_heads, "linear_key_heads": config.linear_key_heads}
 
-        def by_heads(name: str, dim: str, *each: int, latent: int = 0) -> ColumnParallelLinear:
+        def by_heads(name: str, dim: str, each: dict[str, int], latent: int = 0) -> ColumnParallelLinear:
             source, around = ("linear_latent", NO_BOUNDARY) if latent else ("embed", boundary)
-            shape, dims = (latent or hidden, numbers[dim], *each), (source, dim, *("head_size" for _ in each))
+            shape, dims = (latent or hidden, numbers[dim], *each.values()), (source, dim, *each)
             initial = normal(key / name, config.init_std)
             return ColumnParallelLinear(initial, around, shape, dims, backend, bias=False)
 
@@ -66,33 +66,35 @@ class DeltaAttention(nnx.Module):
             initial, dims = normal(key / name, config.init_std), ("embed", "linear_latent")
             return ReplicatedLinear(initial, NO_BOUNDARY, (hidden, value), dims, backend, bias=False)
 
-        def taps(name: str, dim: str, each: int) -> nnx.Param:
+        def taps(name: str, dim: str, each: dict[str, int]) -> nnx.Param:
             width = config.linear_convolution
 
             def initial(shape: tuple[int, ...]) -> Array:
                 return jax.random.uniform((key / name).key, shape, jnp.float32, -(width**-0.5), width**-0.5)
 
-            return param((width, numbers[dim], each), (None, dim, "head_size"), initial)
+            return param((width, numbers[dim], *each.values()), ("taps", dim, *each), initial)
 
-        self.query = by_heads("query", "linear_key_heads", size)
-        self.key = by_heads("key", "linear_key_heads", size)
-        self.value = by_heads("value", "linear_heads", value)
-        self.query_taps = taps("query_taps", "linear_key_heads", size)
-        self.key_taps = taps("key_taps", "linear_key_heads", size)
-        self.value_taps = taps("value_taps", "linear_heads", value)
-        self.write = by_heads("write", "linear_heads")
-        by_channel, latent = config.linear_decay == "channel", value * (config.linear_decay == "channel")
+        of_key, of_value = {"linear_key_size": size}, {"linear_value_size": value}
+        self.query = by_heads("query", "linear_key_heads", of_key)
+        self.key = by_heads("key", "linear_key_heads", of_key)
+        self.value = by_heads("value", "linear_heads", of_value)
+        self.query_taps = taps("query_taps", "linear_key_heads", of_key)
+        self.key_taps = taps("key_taps", "linear_key_heads", of_key)
+        self.value_taps = taps("value_taps", "linear_heads", of_value)
+        self.write = by_heads("write", "linear_heads", {})
+        by_channel = config.linear_decay == "channel"
+        latent, channels = (value, of_key) if by_channel else (0, {})
         self.decay_down = down("decay_down") if by_channel else None
         self.gate_down = down("gate_down") if by_channel else None
-        channels = (size,) if by_channel else ()
-        self.decay = by_heads("decay", "linear_heads", *channels, latent=latent)
-        self.attention_gate = by_heads("attention_gate", "linear_heads", value, latent=latent)
-        dims = ("linear_heads", "head_size")[: 1 + by_channel]
-        self.decay_rate = param((config.linear_heads,), dims[:1], _initial_rate(key / "decay_rate"))
-        self.decay_bias = param((config.linear_heads, *channels), dims, _initial_bias(key / "decay_bias"))
-        self.norm = RMSNorm(value, config.linear_norm_epsilon, "head_size")
+        self.decay = by_heads("decay", "linear_heads", channels, latent)
+        self.attention_gate = by_heads("attention_gate", "linear_heads", of_value, latent)
+        heads = config.linear_heads
+        self.decay_rate = param((heads,), ("linear_heads",), _initial_rate(key / "decay_rate"))
+        shape, dims = (heads, *channels.values()), ("linear_heads", *channels)
+        self.decay_bias = param(shape, dims, _initial_bias(key / "decay_bias"))
+        self.norm = RMSNorm(value, config.linear_norm_epsilon, "linear_value_size")
         residual = normal(key / "output", config.residual_init_std)
-        shape, dims = (config.linear_heads, value, hidden), ("linear_heads", "head_size", "embed")
+        shape, dims = (heads, value, hidden), ("linear_heads", "linear_value_size", "embed")
         self.output = RowParallelLinear(residual, boundary, shape, dims, backend, bias=False)
         self.config, self.boundary, self.backend = config, boundary, backend
 
