@@ -82,12 +82,13 @@ def _check_latent(model: ModelConfig) -> None:
 
 
 def _check_linear(model: ModelConfig) -> None:
-    """Check linear attention, which has no biases, and heads of values for each of keys."""
+    """Check linear attention, which has none of what only softmax attention reads, and heads of values for each of
+    keys."""
     if not model.linear_heads:
         return
     reason = f"with --model.linear-heads {model.linear_heads}"
-    fixed = {"bias": "none", "latent_size": 0, "attention_sinks": False, "query_key_norm": False}
-    for name, value in (fixed | {"attention_gate": "none", "sliding_window": 0}).items():
+    fixed = {"latent_size": 0, "attention_sinks": False, "query_key_norm": False, "attention_gate": "none"}
+    for name, value in (fixed | {"sliding_window": 0}).items():
         if getattr(model, name) != value:
             flag, valid = (as_flag(f"model.{name}", each) for each in (getattr(model, name), value))
             raise UserError(f"{flag} {reason}; valid: {valid}")

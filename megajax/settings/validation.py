@@ -149,6 +149,12 @@ def check_context(config: Config) -> None:
     """Check that the devices of a context group can share a sequence, with two pieces each."""
     context, tensor, length = config.mesh.context, config.mesh.tensor, config.model.sequence_length
     pieces = 2 * context * (tensor if config.sequence_parallel else 1)
+    before = config.model.linear_convolution - 1 if config.model.linear_heads and context > 1 else 0
+    if 2 * context * before > length:
+        raise UserError(
+            f"--mesh.context {context} with --model.sequence-length {length}, whose pieces are shorter than "
+            f"--model.linear-convolution {before + 1} sees; valid: at most {max(1, length // (2 * before))}"
+        )
     if context == 1 or length % pieces == 0:
         return
     split = f" x --mesh.tensor {tensor} (--sequence-parallel)" if config.sequence_parallel else ""

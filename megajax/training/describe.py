@@ -132,11 +132,16 @@ def _layers_line(config: Config, program: Program) -> str:
     placement = program.layout.placement
     if not placement.padded:
         return ""
+    line = f"layers: {placement}, padded to {placement.layers_per_chunk}"
+    if config.model.linear_heads:
+        return line
     size = padding(config, memory(config, program.backend)) / 2**20
-    return f"layers: {placement}, padded to {placement.layers_per_chunk}: up to {size:,.1f} MiB per device hold none"
+    return f"{line}: up to {size:,.1f} MiB per device hold none"
 
 
 def _step_memory(config: Config, program: Program) -> str:
+    if config.model.linear_heads:
+        return ""  # which is not planned yet
     plan = memory(config, program.backend)
     parts = {
         "stored activations": plan.kept,

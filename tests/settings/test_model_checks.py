@@ -82,6 +82,15 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
         ({"mlp_size": 100}, "--model.mlp-size 100 with --model.family bert; valid: 512"),
         ({"num_kv_heads": 2}, "--model.num-kv-heads 2 with --model.num-heads 8; valid: 8"),
     ],
+    ("demo", "model"): [
+        (
+            {"linear_heads": 4, "linear_key_heads": 3},
+            "--model.linear-key-heads 3 with --model.linear-heads 4; valid: a divisor of them",
+        ),
+        ({"linear_heads": 4, "sliding_window": 9}, "--model.linear-heads 4; valid: --model.sliding-window 0"),
+        ({"linear_write": 2.0}, "--model.linear-write 2 with --model.linear-heads 0; valid: --model.linear-heads of 1"),
+        ({"linear_heads": 4, "linear_chunk": 48}, "--model.linear-chunk 48; valid: a power of two, up to 4096"),
+    ],
     ("demo", "lora"): [
         ({"rank": 65}, "--lora.rank 65 is more than the product query has, of 64 x 64; valid: at most 64"),
         ({"targets": ["atention"]}, "did you mean attention?"),
@@ -105,6 +114,26 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
 def test_what_does_not_fit(preset: str, table: str, values: dict[str, Any], line: str) -> None:
     said = user_error(resolve, load_preset(preset), {f"{table}.{name}": value for name, value in values.items()})
     assert line in said and "valid" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ({"precision": "fp8"}, "--precision fp8 with --model.linear-heads 4; valid: bf16"),
+        ({"bitwise": 2}, "--model.linear-heads 4 with --bitwise 2; valid: --model.linear-heads 0, or --bitwise 0"),
+        ({"pipeline.layers": "auto"}, "--pipeline.layers auto with --model.linear-heads 4; valid: even, or numbers"),
+        (
+            {"mesh.context": 32, "model.sequence_length": 128},
+            "--mesh.context 32 with --model.sequence-length 128, whose pieces are shorter than "
+            "--model.linear-convolution 4 sees; valid: at most 21",
+        ),
+    ],
+)
+def test_what_linear_attention_does_not_fit(words: dict[str, Any], line: str) -> None:
+    def check() -> None:
+        validate(resolve(load_preset("demo"), {"model.linear_heads": 4, "mesh.pipe": 2} | words), 64)
+
+    assert line in user_error(check)
 
 
 def test_what_is_left_to_others() -> None:

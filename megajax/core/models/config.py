@@ -696,6 +696,11 @@ class ModelConfig(LinearAttention, Window, Rope, LatentAttention, Experts, Trans
         return in_each_layer(self.linear_layers, number) if self.linear_heads else (False,) * number
 
     @property
+    def generates(self) -> bool:
+        """Whether all layers can keep a cache of what they have seen."""
+        return FAMILIES[self.family].generates and not self.linear_heads
+
+    @property
     def gated(self) -> bool:
         """Whether MLPs have a gate matrix."""
         return self.activation in GATED

@@ -46,6 +46,11 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int) -> Iter
     ):
         mlp = {f"{name} up": (hidden, gated * width), f"{name} down": (width, hidden)}
         yield from weight_products(tokens, mlp, count) if width and count else ()
+    if model.linear_heads:
+        # Each token of a head multiplies its state by a key, adds an outer product, and multiplies it by a query.
+        of_tokens, key, value = tokens * model.linear_heads, model.linear_key_size, model.linear_value_size
+        yield MatrixProduct("linear attention, states", 9 * layers, of_tokens, 1, key, value)
+        return
     heads, length = sequences * model.num_heads, model.sequence_length
     sizes = Counter((model.head_size, model.value_head_size))
     for block, keys in AttentionMask.of_model(model, length).block_sizes(length, query_block):

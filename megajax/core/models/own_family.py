@@ -75,6 +75,7 @@ _ONLY = {
     "lora.rank": 0,
     "model.num_experts": 0,
     "model.latent_size": 0,
+    "model.linear_heads": 0,
     "model.prediction_modules": 0,
     "model.sliding_window": 0,
     "model.attention_gate": "none",
