@@ -122,8 +122,10 @@ def _by_traits(config: Config) -> Config:
     """Apply the `ShrinkRule` trait of every option that has one."""
     values: dict[str, dict[str, Any]] = {}
     for key, option in options(Config).items():
-        small, value = option.trait(ShrinkRule), attrgetter(key)(config)
+        small, value, reader = option.trait(ShrinkRule), attrgetter(key)(config), option.trait(OnlyWith)
         section, _, name = key.rpartition(".")
+        if reader and not reader.is_read(attrgetter(section)(config)):
+            continue
         if small and small.most is not None:
             values.setdefault(section, {})[name] = min(value, option.convert(small.most))
         elif small and small.fixed is not None:
