@@ -123,7 +123,7 @@ def hand_written(program: Any) -> Any:
 
             def layer(x, slot):
                 weights, index = slot
-                return model.block(weights)(x, context, index)[0], None
+                return model.layers[""].block(weights)(x, context, index)[0], None
 
             unroll = not scans_layers(config, CPU)
             if config.train.remat == "layer":

@@ -7,7 +7,7 @@ from typing import Any
 from megajax.convert.parts import Lacks, OptionGroup
 from megajax.convert.settings import Fields
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.window_layers import in_turns
+from megajax.core.models.turns import in_turns
 
 _KINDS = "full_attention", "sliding_attention"  # names in `layer_types` for layers without a window and with one
 

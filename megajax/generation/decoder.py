@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from megajax.core.batch import IGNORED
 from megajax.core.errors import UserError
 from megajax.core.mesh import shardings
+from megajax.core.models.registry import FAMILIES
 from megajax.core.parallel.random import RandomBits
 from megajax.core.program.program import Program
 from megajax.core.trees import Tree
@@ -51,10 +52,7 @@ class Decoder:
         """`params` are the program's; a continuation ends before any of the ids in `ends`; with `logprobs` its ids have
         log-probabilities."""
         self._config, self._mesh = program.config.model, program.mesh
-        if self._config.linear_heads:
-            given = f"--model.linear-heads {self._config.linear_heads}"
-            raise UserError(f"{given}: layers of linear attention keep no cache yet; valid: training and scores")
-        if not self._config.generates:
+        if not FAMILIES[self._config.family].generates:
             valid = "layers that do, megajax.Family(…, generates=True)"
             raise UserError(f"--model.family {self._config.family}: its layers keep no cache; valid: {valid}")
         self._row_shards = program.config.mesh.batch_shards

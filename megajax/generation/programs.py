@@ -5,6 +5,7 @@ B batch, T tokens, S slots, H heads, K head size, D model, V vocabulary, N token
 
 import dataclasses
 from collections.abc import Callable, Collection
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -15,11 +16,10 @@ from jax.sharding import PartitionSpec
 from megajax.core.axes import BATCH_AXES
 from megajax.core.batch import IGNORED
 from megajax.core.mesh import on_mesh
-from megajax.core.models.attention import Attend
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.cache import Cache, decode_step, prefill, slot_positions
 from megajax.core.models.context import CacheUse, Context
-from megajax.core.models.staged import StagedModel
+from megajax.core.models.staged import StagedModel, of_kind
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import TENSOR, gather_shards, sum_over, vary
 from megajax.core.parallel.random import Dropout
@@ -63,16 +63,25 @@ class DecodingPrograms:
         self._model = StagedModel(self._config.forward_only, F_AND_G, program.backend)
         self._adapters = program.layout.adapters
         specs = jax.tree.map(lambda weight: weight.spec, program.layout.weights)
-        self._copies = LayerCopies(self._config, program.layout.weights["blocks"], program.operand_dtype, both=False)
-        of_layers = [self._copies.layer_specs(specs["blocks"], number) for number in range(self._config.num_blocks)]
+        kinds, records = self._config.kinds, program.layout.weights["blocks"]
+        self._copies = {
+            kind: LayerCopies(self._config, of_kind(records, kind), program.operand_dtype, both=False) for kind in kinds
+        }
+        # The number, the kind, and the place in the stack of every layer.
+        self._layers = sorted((n, kind, place) for kind, own in kinds.items() for place, n in enumerate(own))
+        of_layers = [
+            self._copies[kind].layer_specs(of_kind(specs["blocks"], kind), number) for number, kind, _ in self._layers
+        ]
         self.specs = {"shared": specs["shared"], "layers": of_layers}
 
     def unstacked(self, params: Tree) -> Tree:
         """The program's weights, layer by layer."""
         params = params if self._adapters is None else self._adapters.merged(params)
         stack = jax.tree.map(lambda weight: weight.reshape(-1, *weight.shape[3:]), params["blocks"])
-        layers = [jax.tree.map(lambda weight, n=n: weight[n], stack) for n in range(self._config.num_blocks)]
-        layers = [self._copies.with_copies(layer, number) for number, layer in enumerate(layers)]
+        layers = [
+            self._copies[kind].with_copies(jax.tree.map(itemgetter(place), of_kind(stack, kind)), number)
+            for number, kind, place in self._layers
+        ]
         return {"shared": params["shared"], "layers": layers}
 
     def region(self, function: Callable, specs: Tree) -> Callable:
@@ -127,19 +136,23 @@ class DecodingPrograms:
         slot, position_B1 = state["first_slot"] + before, (state["length"] + before)[:, None]
         tokens = {"tokens": state["token"][:, None], "positions": position_B1}
         context, x_B1D = self._embed(weights, tokens, ~state["stopped"][:, None], "extended")
-        num_slots = state["caches"][0].key_BHSK.shape[2]
+        num_slots = next((cache.key_BHSK.shape[2] for cache in state["caches"] if isinstance(cache, Cache)), 1)
         context = dataclasses.replace(context, visible=AttentionMask.of_model(self._config, num_slots))
         position_BS = slot_positions(num_slots, state["length"], state["first_slot"])
-        attends = [decode_step(cache, slot, position_B1, position_BS) for cache in state["caches"]]
+        attends = [
+            decode_step(cache, slot, position_B1, position_BS) if isinstance(cache, Cache) else cache
+            for cache in state["caches"]
+        ]
         x_B1D, caches = self._through_layers(weights, x_B1D, context, attends)
         return x_B1D, state | {"caches": caches}
 
     def _through_layers(
-        self, weights: Tree, x_BTD: Array, context: Context, attends: list[Attend]
-    ) -> tuple[Array, list[Cache]]:
-        """The last layer's output, and every layer's cache."""
+        self, weights: Tree, x_BTD: Array, context: Context, attends: list[Any]
+    ) -> tuple[Array, list[Any]]:
+        """The last layer's output, and every layer's cache or state."""
         caches, first = [], self._model.ends(weights["shared"]).first_blocks()
-        others = [*map(self._model.block, weights["layers"])]
+        layers = zip(self._layers, weights["layers"], strict=True)
+        others = [self._model.layers[kind].block(of_layer) for (_, kind, _), of_layer in layers]
         numbered = [*enumerate(first, len(others)), *enumerate(others)]  # the layer indices used in training
         for (number, block), attend in zip(numbered, attends, strict=True):
             x_BTD, aux = block(x_BTD, context, number, attend)

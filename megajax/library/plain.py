@@ -4,7 +4,8 @@ any other JAX function.
 Letters: B sequences, T tokens, V vocabulary, C classes, L layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,8 +18,9 @@ from megajax.core.backend import backend_of
 from megajax.core.config import MeshConfig
 from megajax.core.errors import brief
 from megajax.core.mesh import RULES, make_mesh
+from megajax.core.models.config import ModelConfig
 from megajax.core.models.router import in_compute_dtype
-from megajax.core.models.staged import StagedModel
+from megajax.core.models.staged import StagedModel, of_kind
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import TENSOR, sum_over, vary
 from megajax.core.parallel.random import Dropout
@@ -49,8 +51,8 @@ class PlainModel:
         backend = backend_of(self._mesh)
         self._cut = StagedModel(config.model, F_AND_G, backend, loss=own_loss(config))
         self._reading = StagedModel(config.model.forward_only, F_AND_G, backend)
-        stack = Placement(config.model.num_blocks, num_stages=1)
-        records = weights_of(self._cut, None, RULES, stack, MeshConfig().sizes, zero_stage=0)
+        stacks = {kind: Placement(len(numbers), num_stages=1) for kind, numbers in config.model.kinds.items()}
+        records = weights_of(self._cut, None, RULES, stacks, MeshConfig().sizes, zero_stage=0)
         self._copies = LayerCopies(config.model, records["blocks"], OPERAND_DTYPE.get(config.precision), both=True)
         of_tokens = PartitionSpec(None, None, TENSOR)
         spec = of_tokens if config.model.head == "pretraining" else _WHOLE
@@ -97,15 +99,19 @@ class PlainModel:
         model = staged.ends(computed["shared"])
         context = model.context(batch, Dropout.off())
 
-        def layer(x_BTD: Array, numbered: tuple[Array, Any]) -> tuple[Array, None]:
+        def layer(kind: str, x_BTD: Array, numbered: tuple[Array, Any]) -> tuple[Array, None]:
             number, own = numbered
-            return staged.block(own)(x_BTD, context, number)[0], None
+            return staged.layers[kind].block(own)(x_BTD, context, number)[0], None
 
         numbers_L = jnp.arange(self.config.model.num_blocks, dtype=jnp.int32)
         blocks = self._copies.added(computed["blocks"], numbers_L)
         # A mixture's rows count as sharded over the experts' axis, which has one device here.
         over = (EXPERT,) if self.config.model.num_experts else ()
-        x_BTD, _ = lax.scan(layer, vary(model.embed(batch, context), over), (numbers_L, blocks))
+        x_BTD = vary(model.embed(batch, context), over)
+        for kind, places in _runs(self.config.model):
+            own = jax.tree.map(lambda weight, places=places: weight[places], of_kind(blocks, kind))
+            numbers_N = jnp.asarray(self.config.model.kinds[kind], jnp.int32)[places]
+            x_BTD, _ = lax.scan(partial(layer, kind), x_BTD, (numbers_N, own))
         return model, sum_over(x_BTD, over), context
 
     def _logits_in_region(self, weights: Weights, batch: Mapping[str, Array]) -> Array:
@@ -120,3 +126,14 @@ class PlainModel:
         totals, counts = model.losses(x_BTD, batch, context), self.form.counts(batch)
         means = [totals[name] / jnp.maximum(counts[name], 1).astype(totals[name].dtype) for name in self.form.targets]
         return sum(means[1:], start=means[0])
+
+
+def _runs(model: ModelConfig) -> Iterator[tuple[str, slice]]:
+    """Consecutive layers of a kind, and their places in its stack."""
+    periods = model.periods
+    if "" in periods:
+        yield "", slice(None)
+        return
+    for period in range(len(next(iter(periods.values())))):
+        for kind, runs in periods.items():
+            yield kind, slice(sum(runs[:period]), sum(runs[: period + 1]))

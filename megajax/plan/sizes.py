@@ -31,7 +31,7 @@ from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.core.precision import OPERAND_DTYPE
 from megajax.core.program.overlap import overlaps_gathers, overlaps_reductions, scans_layers, size_of_layers
 from megajax.core.program.program import training_way
-from megajax.core.program.weight import Joins, Shape, Weight, gathered_late, joins_of, weights_of
+from megajax.core.program.weight import Joins, Shape, Weight, gathered_late, joins_of, stacks_of, weights_of
 from megajax.settings.config import Config
 
 ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # bytes of a number that layers compute with
@@ -100,7 +100,7 @@ def held(config: Config, *, late: bool = False) -> DeviceWeights:
         _plain(config.model),
         config.lora,
         config.mesh,
-        Placement.of(config.model.num_blocks, config.mesh.pipe, config.pipeline),
+        tuple(stacks_of(config).items()),
         config.splits_vocabulary,
         joins_of(config),
         config.optimizer.zero,
@@ -119,19 +119,19 @@ def _held(
     model: ModelConfig,
     lora: LoraConfig,
     mesh: MeshConfig,
-    stack: Placement,
+    stacks: tuple[tuple[str, Placement], ...],
     split_vocabulary: bool,
     joins: Joins,
     zero: int,
     late: bool,
 ) -> DeviceWeights:
     if zero:
-        whole = _held(model, lora, mesh, stack, split_vocabulary, joins, 0, False)
+        whole = _held(model, lora, mesh, stacks, split_vocabulary, joins, 0, False)
         parts = ([replace(weight, zero_stage=zero) for weight in group] for group in (whole.weights, whole.adapters))
         parts = (gathered_late(group, model) for group in parts) if late else parts
         return DeviceWeights(*map(tuple, parts))
     rules = rules_of(split_vocabulary=split_vocabulary, whole=model.whole_heads(mesh.tensor))
-    weights = weights_of(*_model(model, lora), rules, stack, mesh.on_devices, zero, joins)
+    weights = weights_of(*_model(model, lora), rules, dict(stacks), mesh.on_devices, zero, joins)
     return DeviceWeights(*(tuple(jax.tree.leaves(group)) for group in (without_adapters(weights), weights.get(LORA))))
 
 
@@ -248,7 +248,7 @@ class Sizes:
 
     def _configure(self, config: Config) -> None:
         self.config, mesh, backend = config, config.mesh, self._backend
-        self.placement = Placement.of(config.model.num_blocks, mesh.pipe, config.pipeline)
+        self.placement = replace(next(iter(stacks_of(config).values())), runs=())
         self.layers_of_chunk = self.placement.layers_per_chunk  # as many as on the fullest stage
         self.held = held(config)
         of_layers, copied = self.held.size_of_layers, self.operand_item > 0

@@ -30,6 +30,7 @@ from megajax.core.pipeline.buffers import idle
 from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.pipeline.executor import Pipeline
 from megajax.core.pipeline.rows import End, Row, Work
+from megajax.core.pipeline.stages import Layers
 from megajax.core.precision import E4M3
 from megajax.core.private import FUSED_FORWARD
 from megajax.core.program.bind import trace_pipeline
@@ -214,6 +215,7 @@ def _shape_of(shape: str, rows: int) -> Shape:
 
 def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, blocks: _Blocks) -> LayerCost:
     layers = pipeline.layers
+    assert isinstance(layers, Layers)
     context = vary(pipeline.ends.take(0).context, (PIPE,))
     sums = pipeline.sums(1)
     forward, (output, residuals) = jax.make_jaxpr(

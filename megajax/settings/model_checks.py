@@ -86,16 +86,22 @@ def _check_linear(model: ModelConfig) -> None:
     keys."""
     if not model.linear_heads:
         return
-    reason = f"with --model.linear-heads {model.linear_heads}"
-    fixed = {"latent_size": 0, "attention_sinks": False, "query_key_norm": False, "attention_gate": "none"}
-    for name, value in (fixed | {"sliding_window": 0}).items():
+    heads, layers = (as_flag(f"model.{name}", getattr(model, name)) for name in ("linear_heads", "linear_layers"))
+    unread = {"latent_size": 0, "attention_sinks": False, "query_key_norm": False, "attention_gate": "none"}
+    for name, value in (unread | {"sliding_window": 0}).items() if all(model.linear) else ():
         if getattr(model, name) != value:
             flag, valid = (as_flag(f"model.{name}", each) for each in (getattr(model, name), value))
-            raise UserError(f"{flag} {reason}; valid: {valid}")
+            raise UserError(f"{flag} with {heads}; valid: {valid}")
     if model.linear_heads % model.linear_key_heads:
-        raise UserError(f"--model.linear-key-heads {model.linear_key_heads} {reason}; valid: a divisor of them")
-    if not all(model.linear_in_order):
-        raise UserError(f"--model.linear-layers {model.linear_layers} {reason}; valid: all")
+        raise UserError(f"--model.linear-key-heads {model.linear_key_heads} with {heads}; valid: a divisor of them")
+    if not any(model.linear):
+        given = f"{heads} with {layers}, which gives none of --model.num-layers {model.num_layers} linear attention"
+        raise UserError(f"{given}; valid: fewer layers before those that have it, or --model.linear-heads 0")
+    alike = next((n for n, linear in enumerate(model.linear) if linear != model.linear[0]), model.num_layers)
+    if model.dense_layers > alike:
+        raise UserError(
+            f"--model.dense-layers {model.dense_layers} with {layers}, which makes them differ; valid: at most {alike}"
+        )
 
 
 def _check_experts(model: ModelConfig) -> None:

@@ -216,7 +216,7 @@ _EITHER = (("data.path", "data.sources", "data.set"), ("optimizer.warmup_steps",
 def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with `others` replacing them. Of the keys in an entry of `_EITHER`, one replaces the others; a task
     replaces corpora, and another task what follows from it (`task_values`); epochs replace steps; and a new number of
-    virtual stages replaces numbers of layers for another one by `auto`."""
+    virtual stages replaces numbers of layers for another one by `auto`, or by `even`, where that is no choice."""
     left = dict(values)
     for keys in _EITHER:
         if any(others.get(key) not in (None, "", ()) for key in keys):
@@ -229,7 +229,7 @@ def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str,
     before, now = (each.get("mesh.pipe", 1) * each.get("pipeline.chunks", 1) for each in (left, left | dict(others)))
     layers = left.get("pipeline.layers", "even")
     if now != before and layers not in ("even", "auto") and layers.count(",") + 1 != now:
-        left["pipeline.layers"] = "auto"
+        left["pipeline.layers"] = "even" if (left | dict(others)).get("model.linear_heads") else "auto"
     return left | dict(others)
 
 

@@ -73,7 +73,7 @@ def nearest_mesh(config: Config) -> MeshConfig | None:
         EXPERT: [size for size in possible[EXPERT] if config.model.num_experts % size == 0]
         if current.expert > 1
         else [1],
-        PIPE: [*range(1, min(2 * current.pipe, config.model.num_blocks) + 1)],
+        PIPE: [*range(1, min(2 * current.pipe, len(config.model.layers_of_periods)) + 1)],
         TENSOR: _divisors(config.model.num_heads),
     }
     if current.context > 1:
@@ -198,7 +198,7 @@ def check_devices(mesh: MeshConfig, num_devices: int, num_processes: int = 1) ->
 def validate_mesh(config: Config, num_devices: int) -> None:
     """Check what any use of the model needs, not only training: the mesh against devices and the model's sizes."""
     model, mesh = config.model, config.mesh
-    check_schedule(config.pipeline, mesh.pipe, model.num_layers, model.dense_layers)
+    check_schedule(config.pipeline, mesh.pipe, model)
     check_devices(mesh, num_devices, config.distributed.num_processes)
     heads, by_heads = model.num_heads // mesh.tensor, model.context_attention == "heads"
     if by_heads and mesh.context > 1 and heads % mesh.context and model.num_heads % mesh.tensor == 0:

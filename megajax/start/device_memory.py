@@ -48,8 +48,8 @@ def _microbatch_bytes(program: Program, rows: int, every_layer: bool) -> dict[st
     width = jnp.dtype(program.layout.compute_dtype).itemsize
     shapes = program.form.shapes(rows, tokens=model.sequence_length)
     tokens, block = math.prod(shapes["tokens"]), min(backend.block_of(model.sequence_length), model.sequence_length)
-    placement = program.layout.placement
-    layers = placement.num_chunks * placement.layers_per_chunk if every_layer else 1
+    stacks = program.layout.stacks.values()
+    layers = sum(stack.num_chunks * stack.layers_per_chunk for stack in stacks) if every_layer else 1
     group = model.num_heads // model.num_kv_heads
     at_once = group * block * model.sequence_length * max(4, width)  # for one key head
     of_all_tokens = program.model.boundary.context in ("none", "heads")

@@ -129,9 +129,12 @@ def pipeline_lines(program: Program) -> list[str]:
 
 def _layers_line(config: Config, program: Program) -> str:
     """How many layers uneven stages have, and what padding them costs."""
-    placement = program.layout.placement
-    if not placement.padded:
+    layout, placement = program.layout, program.layout.placement
+    if not any(stack.padded for stack in layout.stacks.values()):
         return ""
+    if "" not in layout.stacks:
+        slots = sum(stack.run for stack in layout.stacks.values())
+        return f"layers: {placement} periods, each with slots for {slots} layers, of which some hold none"
     line = f"layers: {placement}, padded to {placement.layers_per_chunk}"
     if config.model.linear_heads:
         return line

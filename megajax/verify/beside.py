@@ -33,7 +33,7 @@ def beside_training(config: Config, seed: int = 0) -> Iterator[Finding]:
     mesh = cache(lambda: Drawn(config, in_blocks(config), seed))
     checks = {"scores": lambda: _scores(Drawn(plain(config), CPU, seed), mesh())}
     family = FAMILIES[config.model.family]
-    if config.model.head == "pretraining" and family.continues_text and config.model.generates:
+    if config.model.head == "pretraining" and family.continues_text and family.generates:
         checks["generation with a cache"] = lambda: _generation(config, seed)
     checks["transfer of checkpoints"] = lambda: _transfer(mesh())
     for name, check in checks.items():

@@ -53,12 +53,18 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     theirs, ours = (dataclasses.replace(each, tensor=max(each.tensor, config.bitwise)) for each in (config.mesh, mesh))
     sizes = _Sizes(dataclasses.replace(config, mesh=theirs), ours)
     width, notes = sizes.width()
-    counts = sizes.layers_of_stages()
-    layers = (sum(counts) or sizes.num_blocks()) + min(2, config.model.dense_layers)
+    counts, period = sizes.layers_of_stages(), sizes.period()
+    layers = (sum(counts) or sizes.num_blocks()) * (sum(period) or 1)
+    layers += min(2, config.model.dense_layers) if not period else 0
+    layers -= len({*config.model.layers_of_periods}) > 1 and not counts  # the last period is short
     ruled = {"num_layers": layers, **width, **sizes.tokens(), **sizes.vocabulary(), **sizes.experts()}
     ruled |= sizes.high_precision_ends(layers) | sizes.window_layers()
+    ruled |= sizes.linear_heads() | ({"linear_layers": ",".join(map(str, period))} if period else {})
     model = dataclasses.replace(config.model, **sizes.others(ruled), **ruled)
     microbatch = min(config.train.microbatch, 2)
+    counts = [count * (sum(period) or 1) for count in counts]
+    if counts and period:  # dense layers are of the first period
+        counts[next(place for place, count in enumerate(counts) if count)] -= min(2, config.model.dense_layers)
     placed = ",".join(map(str, counts)) or "even"
     pipeline = dataclasses.replace(config.pipeline, layers=placed)
     rows = mesh.row_shards * microbatch * sizes.num_microbatches(pipeline)
@@ -210,22 +216,22 @@ class _Sizes:
     def _heads(self) -> tuple[int, int]:
         """Query heads and key heads: as many of each per device (up to 2), or replicated as often. If a context group
         divides a device's heads, they are multiples that the small one divides too."""
-        heads, kv_heads = self._heads_of_tensor()
+        heads, kv_heads = self._heads_of_tensor(self._model.num_heads, self._model.num_kv_heads)
         if self._way != "heads":
             return heads, kv_heads
         more = copies(heads // self._ours.tensor, self._ours.context)
         fewer = self._model.num_kv_heads < self._theirs.tensor * self._theirs.context
         return heads * more, kv_heads if fewer and heads != kv_heads else kv_heads * more
 
-    def _heads_of_tensor(self) -> tuple[int, int]:
-        model, theirs, ours = self._model, self._theirs.tensor, self._ours.tensor
-        here = _few(model.num_heads // theirs)
-        if model.num_heads == model.num_kv_heads:
+    def _heads_of_tensor(self, heads: int, kv_heads: int) -> tuple[int, int]:
+        theirs, ours = self._theirs.tensor, self._ours.tensor
+        here = _few(heads // theirs)
+        if heads == kv_heads:
             return ours * here, ours * here
-        if model.num_kv_heads % theirs == 0:
-            kv_heads = ours * min(2, model.num_kv_heads // theirs)
-            return kv_heads * _few(model.num_heads // model.num_kv_heads), kv_heads
-        held = theirs // model.num_kv_heads
+        if kv_heads % theirs == 0:
+            few = ours * min(2, kv_heads // theirs)
+            return few * _few(heads // kv_heads), few
+        held = theirs // kv_heads
         return ours * here, ours // held if ours % held == 0 else 1
 
     def _mlp_size(self, hidden: int) -> int:
@@ -322,9 +328,22 @@ class _Sizes:
         """Every other layer has the window, where only some of the original's have."""
         return {} if len({*self._model.windowed}) == 1 else {"window_layers": "1,1"}
 
+    def linear_heads(self) -> dict[str, int]:
+        """Heads of linear attention, like the others."""
+        names, model = ("linear_heads", "linear_key_heads"), self._model
+        numbers = self._heads_of_tensor(model.linear_heads, model.linear_key_heads) if model.linear_heads else ()
+        return dict(zip(names, numbers, strict=False))
+
+    def period(self) -> list[int]:
+        """How many layers of each of two kinds a period has, at most 2, so that not all runs have one; empty if all are
+        of one kind."""
+        periods = self._model.periods
+        return [] if "" in periods else [min(2, max(runs)) for runs in periods.values()]
+
     def num_blocks(self) -> int:
-        """One or two layers per virtual stage; as uneven over stages and virtual stages as in the original."""
-        layers, chunks = self._model.num_blocks, self._config.pipeline.chunks
+        """One or two layers, or periods, per virtual stage; as uneven over stages and virtual stages as in the
+        original."""
+        layers, chunks = len(self._model.layers_of_periods), self._config.pipeline.chunks
         theirs, ours = self._theirs.pipe * chunks, self._ours.pipe * chunks
         each, left = divmod(layers, theirs)
         if not left or ours == 1:

@@ -370,8 +370,8 @@ ROWS: dict[str, dict[str, Row]] = {
     },
     "Layers on the wrong stage": {
         "the layers of every stage are numbered from 0": (
-            "core.pipeline.placement.Placement.layer_index",
-            ("first[..., None] + slots", "0 * first[..., None] + slots"),
+            "core.pipeline.placement._numbered",
+            ("first[..., None] + number", "0 * first[..., None] + number"),
             named("input of layer 1, forward: rows never computed", ON_PIPE),
         ),
         "all chunks have the first one's weights": (
@@ -404,7 +404,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "of several chunks the first one's sums are reduced for all": (
             "core.pipeline.executor.Pipeline._completed",
-            ("slice(size, None)", "slice(0, -size)"),
+            ("x[slots(path) :]", "x[: -slots(path)]"),
             gradient("blocks/attention/key/weight, layer 2, 3", ON_RING | ON_OVERLAPPED | {"mesh": (2, 2, 1)}),
         ),
         "a stage freezes the layers that the first one does": (
@@ -686,7 +686,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "a layer has the gathered weights of the layer before it": (
             "core.program.reduction.gathered_in_turn",
-            ("some_layers(stacks, place)", "some_layers(stacks, max(0, place - 1))"),
+            ("one_layer(own, place)", "one_layer(own, max(0, place - 1))"),
             named("of layer 1, forward", ON_GATHERED),
         ),
         "gradients are not summed over replicas": (
@@ -1127,7 +1127,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "layers are written stage by stage where stages have several chunks": (
             "core.program.transfer.Transfer._spread",
-            ("placement.num_chunks == 1 and not placement.padded", "not placement.padded"),
+            ("stack.num_chunks == 1 and not stack.padded", "not stack.padded"),
             named("transfer of checkpoints: params/blocks/", ON_CHUNKS),
         ),
         "a checkpoint's digest is not compared": (

@@ -127,6 +127,21 @@ def test_what_does_not_fit(preset: str, table: str, values: dict[str, Any], line
             "--mesh.context 32 with --model.sequence-length 128, whose pieces are shorter than "
             "--model.linear-convolution 4 sees; valid: at most 21",
         ),
+        (
+            {"model.linear_layers": "3,1", "model.num_layers": 12, "mesh.pipe": 4},
+            "--mesh.pipe 4 with --model.num-layers 12 in 3 periods of --model.linear-layers 3,1, which leaves a stage "
+            "without a period; valid: 1 to 3",
+        ),
+        (
+            {"model.linear_layers": "3,1", "model.num_layers": 14, "pipeline.layers": "7,7"},
+            "--pipeline.layers 7,7 with --model.num-layers 14 in 4 periods of --model.linear-layers 3,1, which it "
+            "divides; valid: even, or 8,6",
+        ),
+        (
+            {"model.linear_layers": "5,1", "model.sliding_window": 9, "model.num_layers": 5},
+            "--model.sliding-window 9 with --model.linear-heads 4; valid: --model.sliding-window 0",
+        ),
+        ({"model.linear_layers": "0,9"}, "which gives none of --model.num-layers 8 linear attention"),
     ],
 )
 def test_what_linear_attention_does_not_fit(words: dict[str, Any], line: str) -> None:

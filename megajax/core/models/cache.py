@@ -45,6 +45,14 @@ class Cache(NamedTuple):
         return jax.tree.map(written, self, Cache(k_BTHK, v_BTHK))
 
 
+class State(NamedTuple):
+    """What a layer of linear attention keeps instead, for this device's rows and heads: the last inputs of its
+    convolutions, those of tokens that there never were being zeros, and its state."""
+
+    before_BHWK: tuple[Array, ...]
+    state_BHKV: Array
+
+
 def slot_positions(num_slots: int, length_B: Array, first_slot: Array) -> Array:
     """The positions of the tokens in all slots, int32 [B, S]: first a prompt's, and from `first_slot` on those after
     it. Slots between them are further on than any token sees."""

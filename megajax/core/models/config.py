@@ -3,6 +3,8 @@
 import re
 from collections import ChainMap
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 from typing import Annotated, Literal
 
 from megajax.core.models.registry import (
@@ -15,7 +17,7 @@ from megajax.core.models.registry import (
     NORMS,
     SCORES,
 )
-from megajax.core.models.window_layers import are_turns, in_each_layer
+from megajax.core.models.turns import are_turns, in_each_layer
 from megajax.core.options import AT_LEAST_ONE, AT_LEAST_ZERO, SHARE, OneOf, Range, above, between
 from megajax.core.traits import (
     COMPUTATION,
@@ -34,6 +36,8 @@ _SIZE = between(0, 1_000_000)
 _EXPERTS = between(0, 10_000)
 _ROTARY = OnlyWith("positions", ("rotary",))
 _LATENT = OnlyWith("latent_size")
+LINEAR, SOFTMAX = KINDS = "linear", "softmax"
+"""Kinds of layers, in the order in which a period has them; as in the paths of weights."""
 _LINEAR = OnlyWith("linear_heads")
 _LLAMA3 = OnlyWith("rope_scaling", ("llama3",), ignored=True)
 _YARN = OnlyWith("rope_scaling", ("yarn",), ignored=True)
@@ -591,11 +595,6 @@ class LinearAttention:
         ShrinkRule(most=4),
     ] = 64
 
-    @property
-    def linear_segment(self) -> int:
-        """Tokens after which linear attention keeps a state for the backward pass."""
-        return 4 * self.linear_chunk
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(LinearAttention, Window, Rope, LatentAttention, Experts, Transformer):
@@ -690,15 +689,37 @@ class ModelConfig(LinearAttention, Window, Rope, LatentAttention, Experts, Trans
         return in_each_layer(self.window_layers, number) if self.sliding_window else (False,) * number
 
     @property
-    def linear_in_order(self) -> tuple[bool, ...]:
-        """Whether each layer has linear attention, from the first to the last."""
-        number = self.num_layers + self.num_predicting
+    def linear(self) -> tuple[bool, ...]:
+        """Whether each layer has linear attention, from the first to the last; those of prediction modules have not."""
+        number = self.num_layers
         return in_each_layer(self.linear_layers, number) if self.linear_heads else (False,) * number
 
-    @property
-    def generates(self) -> bool:
-        """Whether all layers can keep a cache of what they have seen."""
-        return FAMILIES[self.family].generates and not self.linear_heads
+    @cached_property
+    def kinds(self) -> dict[str, tuple[int, ...]]:
+        """The numbers of the layers of each kind that stages divide. If all are of one kind, it has no name."""
+        linear = self.linear[self.dense_layers :]
+        if len({*linear}) == 1:
+            return {"": tuple(range(self.num_blocks))}
+        return {kind: tuple(n for n, each in enumerate(linear) if each == (kind == LINEAR)) for kind in KINDS}
+
+    def is_linear(self, kind: str) -> bool:
+        """Whether layers of a kind have linear attention."""
+        return kind == LINEAR if kind else self.linear[-1]
+
+    @cached_property
+    def periods(self) -> dict[str, tuple[int, ...]]:
+        """How many layers of each kind every period has: first those of linear attention, then the others. If all are
+        of one kind, every layer is a period."""
+        if "" in self.kinds:
+            return {"": (1,) * self.num_blocks}
+        runs = [(linear, len([*run])) for linear, run in groupby(self.linear[self.dense_layers :])]
+        runs = [(True, 0)] * (not runs[0][0]) + runs + [(False, 0)] * runs[-1][0]
+        return {kind: tuple(length for _, length in runs[place::2]) for place, kind in enumerate(KINDS)}
+
+    @cached_property
+    def layers_of_periods(self) -> tuple[int, ...]:
+        """How many layers every period has."""
+        return tuple(map(sum, zip(*self.periods.values(), strict=True)))
 
     @property
     def gated(self) -> bool:

@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.core.backend import Backend
 from megajax.core.models.attention import Attend, Aux, attention_output
+from megajax.core.models.cache import State
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
 from megajax.core.models.delta_chunks import Tokens, delta_rule, state_map, states_between
@@ -110,31 +111,44 @@ class DeltaAttention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(self, x_BTD: Array, context: Context, attend: Attend) -> tuple[Array, Aux]:
-        """Nothing attends: a state takes the place of keys and values."""
-        assert context.cache == "none", "generation has no states yet"
+        """Nothing attends: a state takes the place of keys and values. Where a cache is extended, `attend` is the
+        layer's `State`; the result has the new one."""
+        kept, real_BT = attend if isinstance(attend, State) else None, context.real_BT
         linears = self.products["attention_input"]
         outputs = column_parallel(x_BTD, *linears, name="attention_input", factors=context.factors)
         parts = self.query.first_part, self.key.first_part, None
         *inputs, write_BTH = outputs[:4]
+        pieces, width = _Pieces(self.boundary, *write_BTH.shape[:2]), self.config.linear_convolution
         inputs = [
-            named(x, name, split=2, first=part)
+            pieces.rows(named(x, name, split=2, first=part))
             for x, name, part in zip(inputs, ("query", "key", "value"), parts, strict=True)
         ]
         decay, gate_BTHV = outputs[4:] or self._from_latents(x_BTD, context)
         decay_BTHG = decay if self.config.linear_decay == "channel" else decay[..., None]
-        pieces = _Pieces(self.boundary, *write_BTH.shape[:2])
-        position_RT = pieces.positions(context)
-        q_RTHK, k_RTHK, v_RTHV = self._convolved([pieces.rows(x) for x in inputs], position_RT, pieces)
+        # A cache has zeros in place of tokens that there never were.
+        position_RT = pieces.positions(context) + (width if kept else 0)
+        before = [x.swapaxes(1, 2) for x in kept.before_BHWK] if kept else pieces.last_before(inputs, width - 1)
+        q_RTHK, k_RTHK, v_RTHV = self._convolved(inputs, before, position_RT)
         decay_RTHG = _decays(pieces.rows(decay_BTHG), self.decay_rate[...], self.decay_bias[...], position_RT)
         write_RTH1 = self.config.linear_write * _sigmoid(pieces.rows(write_BTH)[..., None])
+        if context.cache == "new" and real_BT is not None:  # a state passes what pads a prompt unchanged
+            decay_RTHG, write_RTH1 = (jnp.where(real_BT[..., None, None], x, 0.0) for x in (decay_RTHG, write_RTH1))
         tokens = Tokens(*(x.swapaxes(1, 2) for x in (q_RTHK, k_RTHK, v_RTHV, decay_RTHG, write_RTH1)))
-        sizes = self.config.linear_chunk, self.config.linear_segment
-        state_RHKV = pieces.entering(tokens, *sizes) if pieces.shared else None
-        heads_RTHV = delta_rule(tokens, *sizes, state_RHKV)[0].swapaxes(1, 2).astype(x_BTD.dtype)
+        sizes = self.config.linear_chunk, 4 * self.config.linear_chunk
+        state_RHKV = pieces.entering(tokens, *sizes) if pieces.shared else kept.state_BHKV if kept else None
+        heads_RHTV, last_RHKV = delta_rule(tokens, *sizes, state_RHKV)
+        heads_RTHV = heads_RHTV.swapaxes(1, 2).astype(x_BTD.dtype)
         heads_BTHV = named(pieces.tokens(heads_RTHV), "ungated_heads", split=2)
         gate_BTHV = named(gate_BTHV, "attention_gate", split=2)
         heads_BTHV = _gated(self.norm(heads_BTHV), gate_BTHV, self.config.linear_gate)
-        return attention_output(heads_BTHV, self.output, context), {}
+        output_BTD = attention_output(heads_BTHV, self.output, context)
+        if context.cache == "none":
+            return output_BTD, {}
+        length_B1 = jnp.sum(position_RT >= 0 if kept or real_BT is None else real_BT, 1, jnp.int32, keepdims=True)
+        place_BW11 = (length_B1 + jnp.arange(width - 1, dtype=jnp.int32)[None])[..., None, None]
+        joined = [jnp.concatenate(pair, 1) for pair in zip(before, inputs, strict=True)]
+        last = tuple(jnp.take_along_axis(x, place_BW11, 1).swapaxes(1, 2) for x in joined)
+        return output_BTD, {"cache": State(last, last_RHKV)}
 
     def _from_latents(self, x_BTD: Array, context: Context) -> list[Array]:
         """Decays and gates of all tokens of this context rank."""
@@ -148,12 +162,10 @@ class DeltaAttention(nnx.Module):
             *column_parallel(of_gate, self.attention_gate, name="attention_gate", factors=factors),
         ]
 
-    def _convolved(self, inputs: list[Array], position_RT: Array, pieces: "_Pieces") -> list[Array]:
+    def _convolved(self, inputs: list[Array], before: list[Array], position_RT: Array) -> list[Array]:
         """Queries, keys and values."""
         own = self.key.own
         taps = [own(self.query_taps[...], 1), own(self.key_taps[...], 1), self.value_taps[...]]
-        width = self.config.linear_convolution
-        before = pieces.last_before(inputs, width - 1)
         return [_convolution(*each, position_RT) for each in zip(inputs, before, taps, strict=True)]
 
 

@@ -43,8 +43,11 @@ def untrained_layers(masks: Masks, shapes: Any, model: ModelConfig) -> int:
     before = [path for path in flat if path[0] == _SHARED and not is_head(path, model)]
     if not all(path in masks and masks[path].all() for path in before):
         return 0
-    layers = [masks.get(path, np.zeros(leaf.shape[:1], bool)) for path, leaf in flat.items() if path[0] == _BLOCKS]
-    return int(np.logical_and.accumulate(np.logical_and.reduce(layers)).sum())
+    untrained = np.ones(model.num_blocks, bool)
+    for path, numbers in _of_layers(flat, model):
+        if path[0] == _BLOCKS:
+            untrained[numbers - model.dense_layers] &= masks.get(path, False)
+    return int(np.logical_and.accumulate(untrained).sum())
 
 
 def fewer_layers(texts: Iterable[str], layers: int, fewer: int) -> tuple[str, ...]:
@@ -65,11 +68,11 @@ def _freeze(name: str, masks: Masks, model: ModelConfig) -> bool:
     if match := _LAYERS.fullmatch(name):
         first = int(match[1] or 0)
         end = int(match[2] or match[1] or model.num_layers - 1) + 1
-        for path, before in _of_layers(masks, model):
-            if first < end <= model.num_layers and _begins(_in_layer(path), match[3] or ""):
-                own = masks[path][max(0, first - before) : max(0, end - before)]
-                own[:] = True
-                found |= own.size > 0
+        for path, numbers in _of_layers(masks, model):
+            if first < end <= model.num_layers and _begins(_in_layer(path, model), match[3] or ""):
+                own = (numbers >= first) & (numbers < end)
+                masks[path] |= own
+                found |= bool(own.any())
         return found
     for path, mask in masks.items():
         if path[0] == _SHARED and path[1] != _DENSE and name and (_begins(path[1:], name) or name == _end(path, model)):
@@ -77,18 +80,21 @@ def _freeze(name: str, masks: Masks, model: ModelConfig) -> bool:
     return found
 
 
-def _of_layers(masks: Masks, model: ModelConfig) -> Iterator[tuple[Path, int]]:
-    """The stacked weights, and how many layers precede those of each."""
-    return ((path, model.dense_layers if path[0] == _BLOCKS else 0) for path in masks if _is_stacked(path))
+def _of_layers(paths: Iterable[Path], model: ModelConfig) -> Iterator[tuple[Path, np.ndarray]]:
+    """The stacked weights, and the numbers of the layers that have each."""
+    dense, kinds = np.arange(model.dense_layers), model.kinds
+    for path in filter(_is_stacked, paths):
+        staged = np.asarray(kinds.get(path[1], kinds.get(""))) + model.dense_layers if path[0] == _BLOCKS else dense
+        yield path, staged
 
 
 def _is_stacked(path: Path) -> bool:
     return path[0] == _BLOCKS or path[1] == _DENSE
 
 
-def _in_layer(path: Path) -> Path:
+def _in_layer(path: Path, model: ModelConfig) -> Path:
     """The path of a stacked weight in its layer."""
-    return path[1:] if path[0] == _BLOCKS else path[2:]
+    return path[1:] if path[0] == _BLOCKS and path[1] not in model.kinds else path[2:]
 
 
 def _begins(path: Path, name: str) -> bool:
@@ -109,7 +115,7 @@ def _end(path: Path, model: ModelConfig) -> str:
 def _valid(masks: Masks, model: ModelConfig) -> str:
     """The valid names, in words."""
     own = dict.fromkeys(path[1] for path in masks if path[0] == _SHARED and path[1] != _DENSE)
-    parts = dict.fromkeys(".".join(_in_layer(path)[:1]) for path, _ in _of_layers(masks, model))
+    parts = dict.fromkeys(_in_layer(path, model)[0] for path, _ in _of_layers(masks, model))
     return (
         f"embedding, head, layers, layers.N or layers.FIRST-LAST with layers 0 to {model.num_layers - 1}, the same and "
         f"a part of the layers, as in layers.0.{next(iter(parts))} ({', '.join(parts)}), or {', '.join(own)}; or none"

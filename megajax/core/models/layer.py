@@ -5,7 +5,7 @@ addition ("post", (a)). Others have one at the end of the branch, too ("sandwich
 OLMo 2). Letters: B batch, T tokens, D model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,19 +33,25 @@ DROPOUT_SITES = {"attention_dropout": 1, "mlp_dropout": 2}  # in a layer, beside
 
 
 class Block(nnx.Module):
-    """One layer, with experts in place of the MLP if the model has them, unless it is `dense`."""
+    """One layer, with experts in place of the MLP if the model has them, unless it is `dense`, and with `linear` or
+    softmax attention."""
 
     def __init__(
-        self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend, *, dense: bool = False
+        self,
+        config: ModelConfig,
+        key: NamedKey,
+        boundary: RegionBoundary,
+        backend: Backend,
+        *,
+        dense: bool = False,
+        linear: bool = False,
     ):
         self.boundary, self.order, self.windowed = boundary, config.layer_order, config.windowed
         self.attention_norm, self.mlp_norm = norm_of(config), norm_of(config)
         if self.order == "sandwich":
             self.attention_output_norm, self.mlp_output_norm = norm_of(config), norm_of(config)
-        attention: Any = LatentAttention if config.latent_size else Attention
-        self.attention = (DeltaAttention if config.linear_heads else attention)(
-            config, key / "attention", boundary, backend
-        )
+        attention: Any = DeltaAttention if linear else LatentAttention if config.latent_size else Attention
+        self.attention = attention(config, key / "attention", boundary, backend)
         self.mlp: MLP | Mixture
         if config.num_experts and not dense:
             self.mlp = Mixture(config, key / "mlp", boundary, backend)
@@ -88,7 +94,16 @@ class Block(nnx.Module):
         return name(x_BTD + y_BTD, "output"), aux | figures
 
 
-def stacked(make: Callable[[Array], nnx.Module], num_layers: int) -> Any:
-    """The layers `make(0)` … as one module, in which every weight has a leading dim `layers`."""
+class Kinds(nnx.Module):
+    """Stacked layers of several kinds, each an attribute with the name of its kind."""
+
+    def __init__(self, **kinds: nnx.Module):
+        for kind, layers in kinds.items():
+            setattr(self, kind, layers)
+
+
+def stacked(make: Callable[[Array], nnx.Module], numbers: int | Sequence[int]) -> Any:
+    """The layers `make(number)` as one module, in which every weight has a leading dim `layers`. Instead of the
+    numbers of layers from 0 on, `numbers` can be how many there are."""
     layers = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    return layers(jnp.arange(num_layers, dtype=jnp.int32))
+    return layers(jnp.asarray(range(numbers) if isinstance(numbers, int) else numbers, jnp.int32))

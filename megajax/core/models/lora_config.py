@@ -38,18 +38,16 @@ class LoraConfig:
     def products(self, model: ModelConfig) -> tuple[str, ...]:
         """The products of a layer that have adapters."""
         wanted = {name for word in self.targets for name in LORA_TARGETS[word]}
-        attention = [name for name in LORA_TARGETS["attention"] if name in attention_sizes(model)]
+        attention = [name for name in LORA_TARGETS["attention"] if name in product_sizes(model)]
         there = [*attention, *LORA_TARGETS["experts" if model.num_experts else "mlp"]]
         none = () if model.gated else ("gate", "expert_gate")
         return tuple(name for name in there if name in wanted and name not in none)
 
 
 def attention_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Input and output size of each product of a layer's attention, by name."""
+    """Input and output size of each product of a layer's softmax attention, by name."""
     hidden, heads = model.hidden_size, model.num_heads
     queries, keys = heads * model.head_size, model.num_kv_heads * model.head_size
-    if model.linear_heads:
-        return _linear_sizes(model)
     output = {"output": (heads * model.value_head_size, hidden)}
     if not model.latent_size:
         gate = {} if model.attention_gate == "none" else {"attention_gate": (hidden, queries)}
@@ -61,7 +59,7 @@ def attention_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     return {"query": (of_query or hidden, queries)} | down | {"key_value": (latent, up)} | output
 
 
-def _linear_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+def linear_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """The same of linear attention."""
     hidden, size, latent = model.hidden_size, model.linear_key_size, model.linear_value_size
     heads, keys, values = model.linear_heads, model.linear_key_heads * size, model.linear_heads * latent
@@ -74,11 +72,12 @@ def _linear_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def product_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Input and output size of each product in a decoder layer, by name."""
+    """Input and output size of each product in a decoder layer, by name; the smaller of two kinds of layers."""
     hidden, inner = model.hidden_size, model.mlp_size
     columns = {"gate": inner, "up": inner, "expert_gate": model.expert_size, "expert_up": model.expert_size}
+    kinds = [linear_sizes(model) if model.is_linear(kind) else attention_sizes(model) for kind in model.kinds]
     return (
-        attention_sizes(model)
+        {name: min(sizes[name] for sizes in kinds if name in sizes) for name in {**kinds[0], **kinds[-1]}}
         | {name: (hidden, size) for name, size in columns.items()}
         | {
             "down": (inner, hidden),

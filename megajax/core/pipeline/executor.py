@@ -27,10 +27,11 @@ from megajax.core.parallel.collectives import (
 )
 from megajax.core.pipeline.buffers import idle, stored, taken, when
 from megajax.core.pipeline.ends import EmbeddingAndHead, HeadTotals
+from megajax.core.pipeline.kinds import LayersOfKinds
 from megajax.core.pipeline.model import Batch, Figures
-from megajax.core.pipeline.rows import Predicate, Row, Turns, Work, rows_of
-from megajax.core.pipeline.stages import Layers, stacked
-from megajax.core.pipeline.sums import Gradients, Last, Reduction, Sums, some_layers
+from megajax.core.pipeline.rows import Number, Predicate, Row, Turns, Work, rows_of
+from megajax.core.pipeline.stages import Layers, Output
+from megajax.core.pipeline.sums import Gradients, Last, Reduction, Sums
 from megajax.core.pipeline.table import Deferral, Pass, Schedule
 from megajax.core.private import tied
 from megajax.core.trees import Tree
@@ -62,7 +63,7 @@ class Carry(NamedTuple):
 class Pipeline:
     """One stage's part of the loop, bound to one step's weights and batch. Made inside the `shard_map` region."""
 
-    def __init__(self, ends: EmbeddingAndHead, layers: Layers, num_microbatches: int):
+    def __init__(self, ends: EmbeddingAndHead, layers: Layers | LayersOfKinds, num_microbatches: int):
         self.ends, self.layers, self.num_microbatches = ends, layers, num_microbatches
         self.stage, self.num_stages, self.num_chunks = axis_index(PIPE), axis_size(PIPE), layers.num_chunks
         self.x_type = jax.eval_shape(partial(ends.embedded, 0))
@@ -132,7 +133,7 @@ class Pipeline:
         done = when(row.forward.runs, self._gathered_and_run, *operands, otherwise=self._gathered)
         x, saved, figures, (shared, layers) = done
         # The loop takes a chunk of the stack by a number that changes, the layers of a single one one by one.
-        bound = self._with(shared, stacked(layers) if self.num_chunks > 1 else layers)
+        bound = self._with(shared, layers, stack=self.num_chunks > 1)
         totals = carry.totals._replace(figures=figures)
         return bound, carry._replace(x=self._send(send_up, x), saved=saved, totals=totals)
 
@@ -177,9 +178,16 @@ class Pipeline:
 
     def forward_chunk(self, row: Row, x: Array, saved: Tree) -> tuple[Array, Tree, Figures]:
         """Run a chunk forward on the row's microbatch and store its residuals: output, buffer, and figures."""
-        (y, figures), residuals = self.layers.forward(row.forward.chunk, x, self._context(row.forward.microbatch))
+        (y, figures), residuals = self._saving(row.forward.chunk, x, self._context(row.forward.microbatch))
         new = {"residuals": residuals} | ({"output": y} if "output" in saved else {})
         return y, stored(saved, row.forward.slot, new), figures
+
+    def _saving(self, chunk: Number, x: Array, context: Tree) -> tuple[Output, Tree]:
+        """A chunk's output with its figures, and what is saved for its backward: its residuals, or its input, from
+        which they are computed again."""
+        if self.layers.recompute_stage:
+            return self.layers.run(chunk, x, context), [x]
+        return self.layers.forward_with_residuals(chunk, x, context)
 
     def _no_forward(self, _: Row, __: Array, saved: Tree) -> tuple[Array, Tree, Figures]:
         return idle(self.x_type), saved, self.no_figures()
@@ -208,7 +216,8 @@ class Pipeline:
             residuals, context = saved
         else:
             context, kept = self._context(row.backward.microbatch), taken(saved["residuals"], row.backward.slot)
-            residuals = self.layers.restored(chunk, kept, context)
+            again = self.layers.recompute_stage
+            residuals = self.layers.forward_with_residuals(chunk, kept[0], context)[1] if again else kept
         return self.layers.pull_back(chunk, residuals, context, *carry, slot, last)
 
     def weight_gradients(self, schedule: Schedule, turns: Turns | None, sums: Sums, last: Last | None = None) -> Sums:
@@ -238,11 +247,11 @@ class Pipeline:
         """`run(last, *operands)`, if it `runs`, which completes the sums of the first chunk, those in the last operand,
         and reduces them. All others are reduced here."""
         *before, (carry, sums) = operands
-        size, several = self.layers.layers_per_chunk, self.num_chunks > 1
-        first = sums._replace(gradients=some_layers(sums.gradients, slice(size))) if several else sums
+        slots, several = self.layers.slots, self.num_chunks > 1
+        first = sums._replace(gradients={p: x[: slots(p)] for p, x in sums.gradients.items()}) if several else sums
         carry, reduced = when(runs, run, last, *before, (carry, first), otherwise=_only_reduced)
         if several:
-            rest = last.reduction.on_stage(some_layers(sums.gradients, slice(size, None)))
+            rest = last.reduction.on_stage({path: x[slots(path) :] for path, x in sums.gradients.items()})
             joined = {path: jnp.concatenate([reduced.gradients[path], stack]) for path, stack in rest.items()}
             reduced = Sums(reduced.gradients | joined)
         return carry, reduced
@@ -266,7 +275,7 @@ class Pipeline:
     def sums(self, num_factor_slots: int) -> Sums:
         """Zeros for the gradients of the layers, with a buffer of factors if there are slots."""
         factors = idle(self.factor_types(), num_factor_slots) if num_factor_slots else None
-        return Sums(self.layers.summation.zeros(self.layers.trained()), factors)
+        return Sums(self.layers.no_gradients(), factors)
 
     def buffer(self, num_slots: int, with_output: bool) -> Tree:
         """The ring buffer; `with_output` includes chunks' outputs, for a head that runs later than its layers."""
@@ -279,12 +288,11 @@ class Pipeline:
 
     @cached_property
     def _forward_types(self) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-        return jax.eval_shape(lambda x: self.layers.forward(0, x, self._context(0)), idle(self.x_type))
+        return jax.eval_shape(lambda x: self._saving(0, x, self._context(0)), idle(self.x_type))
 
     def factor_types(self) -> Tree:
         """Types of the factors that a stage saves for one chunk until its deferred weight gradients are computed."""
-        types = self.layers.factor_types(idle(self.x_type), self._context(0))
-        return jax.eval_shape(lambda: idle(types, self.layers.layers_per_chunk))
+        return self.layers.factor_types(idle(self.x_type), self._context(0))
 
     def no_figures(self) -> Figures:
         """Zeros like a chunk's figures."""
@@ -301,14 +309,14 @@ class Pipeline:
     def _typed(self, gather: Gather) -> "Pipeline":
         """The same with what stands for the gathered weights where only their types matter."""
         shared, layers = idle(jax.eval_shape(gather, self.ends.shared, self.layers.weights))
-        return self._with(shared, stacked(layers))
+        return self._with(shared, layers, stack=True)
 
-    def _with(self, shared: Tree, layers: Tree, *, awaits: bool = False) -> "Pipeline":
-        """The same with other weights."""
+    def _with(self, shared: Tree, layers: Tree, **how: bool) -> "Pipeline":
+        """The same with other weights; `how`: see `Layers.with_weights`."""
         other = copy(self)
         vars(other).pop("_forward_types", None)  # found with the others
         other.ends = replace(self.ends, shared=shared)
-        other.layers = replace(self.layers, weights=layers, awaits=awaits)
+        other.layers = self.layers.with_weights(layers, **how)
         return other
 
     def _gathered(self, gather: Gather, _: Row, x: Array, saved: Tree, figures: Figures) -> tuple[Tree, ...]:

@@ -9,7 +9,7 @@ buffered until `add_weight_gradients`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from megajax.core.pipeline.buffers import idle, stored, taken, when
 from megajax.core.pipeline.model import Factors, Figures, Products
 from megajax.core.pipeline.pullback import LayerFunction, with_pullback
 from megajax.core.pipeline.rows import Number, Predicate
-from megajax.core.pipeline.sums import Gradients, Last, Reduction, Summation, Sums, some_layers
+from megajax.core.pipeline.sums import Gradients, Last, Reduction, Summation, Sums, one_layer
 from megajax.core.private import tied
 from megajax.core.trees import Path, Tree
 
@@ -62,32 +62,30 @@ class Layers:
     def layers_per_chunk(self) -> int:
         return self.layer_index.shape[1]
 
-    def trained(self) -> dict[Path, Array]:
-        """The weights that have gradients, by path, as stored."""
+    def with_weights(self, weights: Tree, *, awaits: bool = False, stack: bool = False) -> "Layers":
+        """The same with other weights, which `stack` makes one stack."""
+        return replace(self, weights=stacked(weights) if stack else weights, awaits=awaits)
+
+    def no_gradients(self) -> Gradients:
+        """Sums of nothing."""
         flat = flatten_dict(self.weights)
-        return {("blocks", *path): weight for path, weight in flat.items() if path not in self.frozen}
+        return self.summation.zeros({("blocks", *path): w for path, w in flat.items() if path not in self.frozen})
+
+    def slots(self, path: Path) -> int:
+        """How many of the layers in the stack of a weight a chunk has."""
+        return self.layers_per_chunk
 
     # Forward.
-
-    def forward(self, chunk: Number, x: Array, context: Tree) -> tuple[Output, list[Array]]:
-        """A chunk's output with its figures, and what to save for its backward (`restored`)."""
-        if self.recompute_stage:
-            return self.run(chunk, x, context), [x]
-        return self.forward_with_residuals(chunk, x, context)
-
-    def restored(self, chunk: Number, saved: list[Array], context: Tree) -> list[Array]:
-        """The residuals for `pull_back`, from what `forward` saved."""
-        return self.forward_with_residuals(chunk, saved[0], context)[1] if self.recompute_stage else saved
 
     def run(self, chunk: Number, x: Array, context: Tree) -> Output:
         """Run a chunk forward without saving residuals."""
         x, figures = self._scan(partial(self._in_slot, self._layer, context), x, chunk)
-        return x, _summed(figures)
+        return x, summed(figures)
 
     def forward_with_residuals(self, chunk: Number, x: Array, context: Tree) -> tuple[Output, list[Array]]:
         """`run`, plus everything that `pull_back` needs, stacked over the chunk's layers."""
         x, (figures, residuals) = self._scan(partial(self._in_slot, self._layer_with_residuals, context), x, chunk)
-        return (x, _summed(figures)), residuals
+        return (x, summed(figures)), residuals
 
     def _in_slot(
         self, layer: Callable, context: Tree, x: Array, weights: Tree, index: Array, _: None
@@ -196,7 +194,7 @@ class Layers:
             start, xs = (carry, Sums(sums.gradients)), (self._slots(chunk), xs)
             (carry, after), _ = self._scan(partial(_added_up, gradients), start, chunk, xs, reverse)
             return carry, after._replace(factors=sums.factors)
-        nothing = idle(jax.eval_shape(lambda: last.reduction.on_stage(some_layers(sums.gradients, 0))))
+        nothing = idle(jax.eval_shape(lambda: last.reduction.on_stage(one_layer(sums.gradients, 0))))
         done, xs = (nothing, last.reduction.on_stage(last.of_head)), (sums.gradients, xs)
         (carry, (end, of_head)), reduced = self._scan(
             partial(_reduced, gradients, last.reduction), (carry, done), chunk, xs, reverse
@@ -211,9 +209,10 @@ class Layers:
         return self.frozen if self.deferred is None else self.frozen | self.deferred.products
 
     def factor_types(self, x: Array, context: Tree) -> Factors:
-        """Types of the factors of one layer; nothing is computed."""
+        """Types of the factors of a chunk's layers; nothing is computed."""
         weights = jax.eval_shape(lambda: self.storage.gather(taken(self.weights, 0)))
-        return self._layer_factors(weights, x, context)
+        types = self._layer_factors(weights, x, context)
+        return jax.eval_shape(lambda: idle(types, self.layers_per_chunk))
 
     def _dummies(self, gathered: Tree, x: Array, context: Tree) -> Factors:
         return idle(self._layer_factors(gathered, x, context))
@@ -303,7 +302,7 @@ def _shifted(reduced: Array, end: Array, reverse: bool) -> Array:
     return jnp.concatenate([end[None], reduced[:-1]] if reverse else [reduced[1:], end[None]])
 
 
-def _summed(figures: Figures) -> Figures:
+def summed(figures: Figures) -> Figures:
     """Sum figures over a chunk's layers."""
     return jax.tree.map(lambda stacked: jnp.sum(stacked, axis=0, dtype=stacked.dtype), figures)
 

@@ -172,6 +172,6 @@ class Sums(NamedTuple):
         return {path: lax.optimization_barrier(sum_) for path, sum_ in self.gradients.items()}
 
 
-def some_layers(stacks: dict[Path, Array], at: int | slice) -> dict[Path, Array]:
-    """One of the layers in stacks, or some."""
+def one_layer(stacks: dict[Path, Array], at: int) -> dict[Path, Array]:
+    """One of the layers in stacks."""
     return {path: stack[at] for path, stack in stacks.items()}

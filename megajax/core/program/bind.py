@@ -18,7 +18,7 @@ from megajax.core.models.freeze import is_head, untrained_layers
 from megajax.core.models.lora import layer_weights
 from megajax.core.models.prediction import prediction_counts, prediction_losses
 from megajax.core.models.remat import POLICIES
-from megajax.core.models.staged import StagedModel
+from megajax.core.models.staged import StagedModel, of_kind
 from megajax.core.optim.adam import initial_norms
 from megajax.core.parallel import sites
 from megajax.core.parallel.collectives import PIPE, TENSOR, axis_index, complete, vary, varying_axes
@@ -28,7 +28,10 @@ from megajax.core.parallel.random import Dropout
 from megajax.core.parallel.shards import Shards
 from megajax.core.pipeline.ends import EmbeddingAndHead
 from megajax.core.pipeline.executor import Pipeline
+from megajax.core.pipeline.kinds import LayersOfKinds
 from megajax.core.pipeline.model import LoopModel, Products
+from megajax.core.pipeline.placement import Placement
+from megajax.core.pipeline.pullback import LayerFunction
 from megajax.core.pipeline.stages import Layers, rematerialized
 from megajax.core.pipeline.sums import Floats, Integers, Summation
 from megajax.core.program.float8 import LayerCopies
@@ -66,6 +69,7 @@ class BoundModel:
     counts: dict[str, Array]
     loss_weight: Array | None  # see `Context`
     length: int  # tokens in a sequence, of which a context rank may have some
+    kind: str = ""  # of the layers
 
     def context(self, batch: Batch, row_B: Array) -> Context:
         """The rows' context, with this step's dropout."""
@@ -82,7 +86,8 @@ class BoundModel:
     ) -> tuple[Array, dict[str, Array]]:
         """A layer's output and figures."""
         with sites.at(layer, context.row_B, self._tokens()):
-            y_BTD, figures = self.staged.block(weights)(x_BTD, dataclasses.replace(context, factors=factors), layer)
+            block = self.staged.layers[self.kind].block(weights)
+            y_BTD, figures = block(x_BTD, dataclasses.replace(context, factors=factors), layer)
         return y_BTD, vary(figures, sorted(varying_axes(x_BTD)))
 
     @jax.named_scope("head")
@@ -160,23 +165,16 @@ def _pipeline(
     num_rows, num_microbatches = next(iter(batch.values())).shape[0], program.num_microbatches
     row_B = (axis_index(ROW_AXES) if rank is None else rank) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
     shared, blocks = _declared_varying(program, staged, params)
-    layer_index = jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)]
-    copies = LayerCopies(config.model, layout.weights["blocks"], program.operand_dtype, both=summation is not None)
-    made = jax.tree.map(lambda copy: copy.reshape(-1, *copy.shape[3:]), made)
     frozen, unroll = layout.adapters is not None, not scans_layers(config, program.backend)
     deferred = config.mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
-    of_ends, of_layers = layout.per_use["shared"], Shards(copies.shardings(layer_weights(layout.per_use.shardings)))
+    of_ends, of_layers = layout.per_use["shared"], layer_weights(layout.per_use.shardings)
     loop_model: LoopModel = model
-    products: Products = staged
-    linear = staged.linear_embedding
+    linear, size = staged.linear_embedding, (config.bitwise, config.bitwise // config.mesh.tensor)
     if config.bitwise > 1:
         forms = jax.tree.map(form_of, {"shared": layout.weights["shared"], "blocks": layer_weights(layout.weights)})
-        size = config.bitwise, config.bitwise // config.mesh.tensor
         of_ends = ShardsInParts(of_ends.shardings, forms["shared"], *size)
-        of_layers = ShardsInParts(of_layers.shardings, forms["blocks"], *size)
-        loop_model = products = ModelInParts(model, staged, size[1], forms)
+        loop_model = ModelInParts(model, staged, size[1], forms)
         linear = False
-    layer = rematerialized(loop_model.layer, POLICIES.get(config.train.remat), prevent_cse=unroll)
     ends = EmbeddingAndHead(
         model=loop_model,
         linear_embedding=linear,
@@ -190,19 +188,37 @@ def _pipeline(
         vocabulary_split=config.splits_vocabulary,
         summation=summation or Floats(jnp.float32),
     )
-    layers = Layers(
-        function=jax.jit(layer, inline=True),  # traced once, though used in several places of the loop
-        weights=copies.added(blocks, layer_index.reshape(-1), made),
-        layer_index=layer_index,
-        unroll=unroll,
-        padded=layout.placement.padded,
-        storage=of_layers,
-        recompute_stage=config.train.remat == "stage",
-        summation=summation or Floats(jnp.float32),
-        deferred=products if deferred else None,
-        first_trained=untrained_layers(layout.frozen, staged.shapes, config.model),
-        frozen=copies.paths | (flatten_dict(params["blocks"]).keys() if frozen else set()),
-    )
+
+    def layers_of(kind: str, stack: Placement) -> Layers:
+        slots, numbers = stack.layer_index, np.asarray(config.model.kinds[kind], np.int32)
+        layer_index = jnp.asarray(np.where(slots < 0, -1, numbers[slots]))[:, axis_index(PIPE)]
+        layer_index = layer_index.reshape(-1, stack.run) if kind else layer_index
+        records = of_kind(layout.weights["blocks"], kind)
+        copies = LayerCopies(config.model, records, program.operand_dtype, both=summation is not None)
+        given = jax.tree.map(lambda copy: copy.reshape(-1, *copy.shape[3:]), made)
+        storage: Shards = Shards(copies.shardings(of_kind(of_layers, kind)))
+        products: Products = staged.layers[kind]
+        function: LayerFunction = dataclasses.replace(model, kind=kind).layer
+        if isinstance(loop_model, ModelInParts):
+            storage, products = ShardsInParts(storage.shardings, loop_model.forms["blocks"], *size), loop_model
+            function = loop_model.layer
+        function = rematerialized(function, POLICIES.get(config.train.remat), prevent_cse=unroll)
+        return Layers(
+            function=jax.jit(function, inline=True),  # traced once, though used in several places of the loop
+            weights=copies.added(of_kind(blocks, kind), layer_index.reshape(-1), given),
+            layer_index=layer_index,
+            unroll=unroll,
+            padded=stack.padded,
+            storage=storage,
+            recompute_stage=config.train.remat == "stage",
+            summation=summation or Floats(jnp.float32),
+            deferred=products if deferred else None,
+            first_trained=untrained_layers(layout.frozen, staged.shapes, config.model),
+            frozen=copies.paths | (flatten_dict(of_kind(params["blocks"], kind)).keys() if frozen else set()),
+        )
+
+    kinds = {kind: layers_of(kind, stack) for kind, stack in layout.stacks.items()}
+    layers = LayersOfKinds(kinds, layout.placement.num_chunks) if len(kinds) > 1 else kinds[""]
     return Pipeline(ends, layers, num_microbatches)
 
 

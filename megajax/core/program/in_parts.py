@@ -108,16 +108,17 @@ class ModelInParts:
 
     @property
     def products(self) -> frozenset[Path]:
-        return self.staged.products
+        return self.staged.layers[""].products
 
     def factors(self, weights: Tree, x_BTD: Array, context: Context) -> Factors:
-        factors = self._in_parts(self.staged.factors, "blocks", self._tokens, None, out_axes=0)
+        factors = self._in_parts(self.staged.layers[""].factors, "blocks", self._tokens, None, out_axes=0)
         return factors(weights, self._apart(x_BTD), context)
 
     def weight_gradients(self, weights: Tree, factors: Factors) -> dict[Path, Array]:
         forms = flatten_dict(self.forms["blocks"])
         axes = {path: forms[path].axis for path in self.products}
-        return self._in_parts(self.staged.weight_gradients, "blocks", 0, out_axes=axes)(idle(weights), factors)
+        gradients = self.staged.layers[""].weight_gradients
+        return self._in_parts(gradients, "blocks", 0, out_axes=axes)(idle(weights), factors)
 
     def _in_parts(self, function: Callable, weights: str, *others: int | None, out_axes: Any = None) -> Callable:
         axes = jax.tree.map(lambda form: form.axis, self.forms[weights])

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from megajax.core.backend import Backend
 from megajax.core.config import StepConfig
 from megajax.core.parallel.shards import NOT_SHARDED
-from megajax.core.pipeline.placement import Placement
-from megajax.core.program.weight import Weight
+from megajax.core.program.weight import Weight, stacks_of
 
 
 def reduces_per_step(config: StepConfig) -> bool:
@@ -52,6 +51,6 @@ def scans_layers(config: StepConfig, backend: Backend) -> bool:
     backward, and keeps them in between.
     """
     if config.model.scan_layers == "auto":
-        placement = Placement.of(config.model.num_blocks, config.mesh.pipe, config.pipeline)
-        return placement.layers_per_chunk > backend.unroll_layers or config.optimizer.zero == 3
+        slots = sum(stack.layers_per_chunk for stack in stacks_of(config).values())
+        return slots > backend.unroll_layers or config.optimizer.zero == 3
     return config.model.scan_layers == "true"

@@ -4,6 +4,7 @@ overlaps the collectives with the passes that need or make them, or all at once.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import prod
 
 import jax
@@ -12,10 +13,11 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from megajax.core.axes import MESH_AXES
+from megajax.core.models.staged import of_kind
 from megajax.core.parallel.collectives import PIPE, axis_size, complete, gather_shards, spec_axes, varying_axes
 from megajax.core.parallel.shards import NOT_SHARDED, Shards
 from megajax.core.parallel.sites import checked
-from megajax.core.pipeline.sums import Gradients, some_layers
+from megajax.core.pipeline.sums import Gradients, one_layer
 from megajax.core.private import tied
 from megajax.core.program.program import Program
 from megajax.core.trees import Path, Tree
@@ -50,18 +52,20 @@ class GradientReduction:
         return checked(complete(gradients, specs), partial(jax.tree.map, _summed_by_gather, gradients, specs), names)
 
 
-def gathered_in_turn(program: Program, shared: Tree, blocks: Tree) -> tuple[Tree, tuple[Tree, ...]]:
-    """The weights of the ends and of every layer, from the ends' and the stacked layers' as a step leaves them: in turn
-    those of the layers, then those of the head."""
-    late, layers, before = program.layout.at_start, list[Tree](), Arrays()
-    gather = partial(_gathered, late)
+def gathered_in_turn(program: Program, shared: Tree, blocks: Tree) -> tuple[Tree, Tree]:
+    """The weights of the ends, and a tuple of those of every layer (by kind, if there are several), from the ends' and
+    the stacked layers' as a step leaves them: in turn those of the layers, then those of the head."""
+    late, before, kinds, periods = program.layout.at_start, Arrays(), program.layout.stacks, program.layout.placement
+    gather, layers = partial(_gathered, late), {kind: tuple[Tree, ...]() for kind in kinds}
     stacks, ends = flatten_dict({"blocks": blocks}), flatten_dict({"shared": shared})
-    for place in range(len(jax.tree.leaves(blocks)[0])):
-        gathered, before = _in_turn(program, some_layers(stacks, place), gather, before)
-        layers.append(unflatten_dict(gathered)["blocks"])
+    for period, kind in product(range(periods.num_chunks * periods.layers_per_chunk), kinds):
+        own, run = {path: x for path, x in stacks.items() if not kind or path[1] == kind}, kinds[kind].run
+        for place in range(period * run, (period + 1) * run):
+            gathered, before = _in_turn(program, one_layer(own, place), gather, before)
+            layers[kind] += (of_kind(unflatten_dict(gathered)["blocks"], kind),)
     shardings = flatten_dict(late.shardings)
     of_head = {path: shard for path, shard in ends.items() if shardings[path] != NOT_SHARDED}
-    return unflatten_dict(ends | _in_turn(program, of_head, gather, before)[0])["shared"], tuple(layers)
+    return unflatten_dict(ends | _in_turn(program, of_head, gather, before)[0])["shared"], layers.get("", layers)
 
 
 def _in_turn(

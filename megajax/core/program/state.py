@@ -40,11 +40,10 @@ from megajax.core.optim.optimizer import make_optimizer
 from megajax.core.optim.own import own_optimizer, path_in, with_keys
 from megajax.core.parallel.collectives import PIPE, axis_index
 from megajax.core.parallel.shards import Sharding, Shards
-from megajax.core.pipeline.placement import Placement
 from megajax.core.precision import COMPUTE_DTYPE, MAIN_DTYPE
 from megajax.core.program.float8 import LayerCopies
 from megajax.core.program.overlap import overlaps_gathers, size_of_layers
-from megajax.core.program.weight import ON_STAGES, Weight, gathered_late, joins_of, weights_of
+from megajax.core.program.weight import ON_STAGES, Weight, gathered_late, joins_of, stacks_of, weights_of
 from megajax.core.trees import Path, Tree
 
 _PARAMS, _OPTIMIZER = GetAttrKey("params"), GetAttrKey("optimizer")
@@ -73,6 +72,7 @@ class StateLayout:
 
     Attributes:
         adapters: LoRA's; None if all weights are trained.
+        placement: of layers, or periods, on the stages; `stacks`: of the layers of every kind.
         weights: the record of every weight, in the structure of `TrainState.params`.
         gathers_late: see `overlap.overlaps_gathers`.
         per_step, at_end, at_start, per_use: how ZeRO shards weights that are gathered once a step, at its end, at its
@@ -95,7 +95,8 @@ class StateLayout:
         backend: Backend = CPU,
     ):
         self.mesh, self.model, self._config = mesh, config.model, config
-        self.placement = Placement.of(config.model.num_blocks, config.mesh.pipe, config.pipeline)
+        self.stacks = stacks_of(config)
+        self.placement = dataclasses.replace(next(iter(self.stacks.values())), runs=())
         self.loss_scale = config.loss_scale if config.precision == "fp16" else None
         self.compute_dtype, self.main_dtype = COMPUTE_DTYPE[config.precision], MAIN_DTYPE[config.precision]
         self.has_main = self.compute_dtype != self.main_dtype
@@ -105,7 +106,7 @@ class StateLayout:
         rules = rules_of(split_vocabulary=config.splits_vocabulary, whole=whole)
         zero = config.optimizer.zero
         sizes, joins = config.mesh.on_devices, joins_of(config)
-        weights = weights_of(model, adapters, rules, self.placement, sizes, zero, joins)
+        weights = weights_of(model, adapters, rules, self.stacks, sizes, zero, joins)
         trained = jax.tree.leaves(self.trained(weights))
         self.gathers_late = overlaps_gathers(config, backend, size_of_layers(trained), copied=operand_dtype is not None)
         self.weights = gathered_late(weights, config.model) if self.gathers_late else weights
@@ -215,8 +216,9 @@ class StateLayout:
         mask = self.frozen[weight.path]
         if mask.all():
             return old
-        frozen, index = jnp.asarray(mask), self.placement.layer_index
+        frozen = jnp.asarray(mask)
         if weight.stack:
+            index = weight.stack.layer_index
             frozen = jnp.asarray((index >= 0) & mask[index])[:, axis_index(PIPE), None]
             return jnp.where(frozen.reshape(*frozen.shape, *[1] * (new.ndim - frozen.ndim)), old, new)
         frozen = jnp.broadcast_to(frozen.reshape(-1, *[1] * (len(weight.whole) - 1)), weight.whole)
@@ -369,14 +371,16 @@ class StateLayout:
         return map_with_path(self._from_stages, tree)
 
     def _from_stages(self, path: Any, leaf: Array, spec: PartitionSpec | None = None, type_: Any = None) -> Array:
-        leaf = self.placement.to_canonical(leaf) if self.is_stacked(path) else leaf
-        if (weight := self.weight_at(path)) and leaf.shape[weight.stack is not None :] != weight.shape:
+        weight = self.weight_at(path)
+        leaf = weight.stack.to_canonical(leaf) if weight and weight.stack else leaf
+        if weight and leaf.shape[weight.stack is not None :] != weight.shape:
             leaf = weight.zero.without_padding(leaf)
         return leaf if type_ is None else leaf.astype(type_.dtype)
 
     def _on_stages(self, path: Any, leaf: Array, spec: PartitionSpec, dtype: Any = None) -> Array:
-        leaf = self.placement.to_stages(leaf) if self.is_stacked(path) else leaf
-        if weight := self.weight_at(path):
+        weight = self.weight_at(path)
+        leaf = weight.stack.to_stages(leaf) if weight and weight.stack else leaf
+        if weight:
             leaf = weight.sharding_of(spec).padded(leaf)
         return leaf if dtype is None else leaf.astype(dtype)
 

@@ -153,9 +153,11 @@ def _with_moved_biases(program: Program, main: Tree, figures: dict[str, Array], 
     layout, model, flat = program.layout, program.config.model, flatten_dict(main)
     for path in [path for path in flat if balances_router(path)] if model.biases_routers else ():
         bias, weight = flat[path], flatten_dict(layout.weights)[path]
-        load = figures[LOAD][: model.num_blocks] if weight.stack else figures[LOAD][model.num_blocks :]
+        load = figures[LOAD][model.num_blocks :]
         if weight.stack:
-            load = lax.dynamic_slice_in_dim(layout.placement.to_stages(load), axis_index(PIPE), 1, axis=1)
+            numbers = model.kinds.get(path[1], range(model.num_blocks))
+            load = weight.stack.to_stages(figures[LOAD][jnp.asarray(numbers)])
+            load = lax.dynamic_slice_in_dim(load, axis_index(PIPE), 1, axis=1)
         step = bias_step(load, model.balance_step, bias.dtype)
         new = bias + Shards({"": weight.owned}).take({"": step})[""]
         flat[path] = jnp.where(taken, new, bias)

@@ -55,15 +55,21 @@ class Transfer:
         return type_.update(sharding=sharding)
 
     def _spread(self, path: Any, shape: tuple[int, ...]) -> PartitionSpec:
-        mesh, placement, weight = self._layout.mesh, self._layout.placement, self._layout.weight_at(path)
+        mesh, weight = self._layout.mesh, self._layout.weight_at(path)
         if weight is None:
             return shard_unused_axes(PartitionSpec(), shape, mesh)
         spec = shard_unused_axes(weight.layer_spec(weight.owned.if_even), weight.shape, mesh)
         if not weight.stack:
             return spec
-        neighbours = placement.num_chunks == 1 and not placement.padded  # a stage's layers are consecutive
-        over_stages = PIPE not in spec_axes(spec) and neighbours and placement.num_stages > 1
+        stack = weight.stack
+        neighbours = stack.num_chunks == 1 and not stack.padded  # a stage's layers are consecutive
+        over_stages = PIPE not in spec_axes(spec) and neighbours and stack.num_stages > 1
         return PartitionSpec(PIPE if over_stages else None, *spec)
+
+    def _stack(self, path: Any) -> Any:
+        """How the layers are stacked that have a leaf; None if it is none of theirs."""
+        weight = self._layout.weight_at(path)
+        return weight and weight.stack
 
     def goes_by_stages(self, stacked: bool, canonical: PartitionSpec) -> bool:
         """Whether a leaf's canonical form is not sharded over the stages at all."""
@@ -94,7 +100,7 @@ class Transfer:
     def _to_devices(self, path: Any, leaf: Array, spec: PartitionSpec, dtype: Any = None) -> Array:
         assert isinstance(leaf.sharding, NamedSharding)
         stacked, source = self._layout.is_stacked(path), leaf.sharding.spec
-        on_device = self._on_stages(leaf) if self.goes_by_stages(stacked, source) else moved(leaf)
+        on_device = self._on_stages(path, leaf) if self.goes_by_stages(stacked, source) else moved(leaf)
         placed = jax.block_until_ready(self.from_canonical(path, source, spec, dtype)(on_device))
         on_device.delete()
         return placed
@@ -117,7 +123,8 @@ class Transfer:
     def to_canonical(self, path: Any, source: PartitionSpec, target: PartitionSpec, dtype: Any) -> Callable[..., Array]:
         """The compiled conversion of a leaf on the stages to canonical form, in `dtype`. For a leaf that goes by
         stages, it takes the leaf and a stage number and returns that stage's slots."""
-        stacked, (padded, whole) = self._layout.is_stacked(path), self._padded(path, source)
+        stack, (padded, whole) = self._stack(path), self._padded(path, source)
+        stacked = stack is not None
         steps, by_stages = self._steps(whole, target, stacked), self.goes_by_stages(stacked, target)
         layers_divided = stacked and entry_axes(target[0]) == (PIPE,)
 
@@ -125,21 +132,22 @@ class Transfer:
             x = Shards(padded).gather(x.astype(dtype), invariant=True)
             for dim, axis in steps:
                 x = exchange(x, dim, _STAGES, PIPE) if stacked and axis == PIPE else own_shard(x, dim, axis)
-            if not stacked:
+            if stack is None:
                 return x
             if by_stages:
                 return _one_stage(x, stage[0])
-            return x.reshape(-1, *x.shape[3:]) if layers_divided else self._layout.placement.to_canonical(x)
+            return x.reshape(-1, *x.shape[3:]) if layers_divided else stack.to_canonical(x)
 
         out = PartitionSpec(None, None, None, *target[1:]) if by_stages else target
-        return self._compiled(("canonical", stacked, padded, source, target, dtype), local, source, out)
+        return self._compiled(("canonical", stack, padded, source, target, dtype), local, source, out)
 
     def from_canonical(
         self, path: Any, source: PartitionSpec, target: PartitionSpec, dtype: Any = None
     ) -> Callable[[Array], Array]:
         """The compiled conversion of a canonical leaf to one on the stages, cast to `dtype` if given. A leaf that goes
         by stages must be on them already."""
-        stacked, (padded, whole) = self._layout.is_stacked(path), self._padded(path, target)
+        stack, (padded, whole) = self._stack(path), self._padded(path, target)
+        stacked = stack is not None
         steps, by_stages = self._steps(whole, source, stacked), self.goes_by_stages(stacked, source)
         layers_divided = stacked and entry_axes(source[0]) == (PIPE,)
 
@@ -147,8 +155,8 @@ class Transfer:
             x = x if dtype is None else x.astype(dtype)
             if layers_divided:
                 x = x[None, None]
-            elif stacked and not by_stages:
-                x = self._layout.placement.to_stages(x)
+            elif stack and not by_stages:
+                x = stack.to_stages(x)
             for dim, axis in reversed(steps):
                 if stacked and axis == PIPE:
                     x = exchange(x, _STAGES, dim, PIPE)
@@ -157,7 +165,7 @@ class Transfer:
             return Shards(padded).take(x)
 
         given = PartitionSpec(None, PIPE, None, *source[1:]) if by_stages else source
-        return self._compiled(("pipelined", stacked, padded, source, target, dtype), local, given, target)
+        return self._compiled(("pipelined", stack, padded, source, target, dtype), local, given, target)
 
     def _padded(self, path: Any, spec: PartitionSpec) -> tuple[Sharding, PartitionSpec]:
         """How ZeRO shards a leaf on the stages that has this spec, if the leaf is padded, and the spec without that:
@@ -183,7 +191,7 @@ class Transfer:
     def _collected(self, path: Any, leaf: Array, source: PartitionSpec, target: jax.ShapeDtypeStruct) -> Array:
         """The canonical form, in host memory, of a leaf that goes by stages."""
         convert = self.to_canonical(path, source, target.sharding.spec, target.dtype)
-        index = self._layout.placement.layer_index
+        index = self._stack(path).layer_index
         whole: dict[Any, np.ndarray] = {}
         for stage in range(index.shape[_STAGES]):
             slots = convert(leaf, np.int32(stage))
@@ -195,10 +203,10 @@ class Transfer:
             slots.delete()
         return _placed(target.shape, target.sharding, whole)
 
-    def _on_stages(self, leaf: Array) -> Array:
+    def _on_stages(self, path: Any, leaf: Array) -> Array:
         """Put the layers of a canonical leaf in host memory onto their stages, with zeros in padded slots."""
         assert isinstance(leaf.sharding, NamedSharding)
-        index = self._layout.placement.layer_index
+        index = self._stack(path).layer_index
         sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(None, PIPE, None, *leaf.sharding.spec[1:]))
         shape = (*index.shape, *leaf.shape[1:])
         indices, parts = sharding.devices_indices_map(shape), {}

@@ -28,10 +28,10 @@ def updated(layout: StateLayout, grads: Tree, state: Tree, main: Tree, taken: Ar
         new = update(layout.optimizer, flat, flat_state, flat_main, taken)
         return jax.tree.map(lambda new, old: new.reshape(old.shape), new, (main, state))
     records = layout.trained(layout.weights)
-    whole = partial(jax.tree.map, partial(_whole, layout), records)
+    whole = partial(jax.tree.map, _whole, records)
     weights = whole(main)
     new, state = update(layout.optimizer, whole(grads), state, weights, taken)
-    return jax.tree.map(partial(_owned, layout), records, new), state
+    return jax.tree.map(_owned, records, new), state
 
 
 def _without_stages(layout: StateLayout, trees: Tree) -> Tree:
@@ -43,17 +43,17 @@ def _without_stages(layout: StateLayout, trees: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(flat, trees)
 
 
-def _whole(layout: StateLayout, weight: Weight, x: Array) -> Array:
+def _whole(weight: Weight, x: Array) -> Array:
     """A weight or gradient in canonical form, on every device."""
     x = Shards(weight.owned).gather(vary(x, weight.owned.axes), invariant=True)
     for dim, axes in _split_dims(weight):
         x = gather_shards(vary(x, axes), dim, axes, invariant=True)
-    return layout.placement.to_canonical(x) if weight.stack else x
+    return weight.stack.to_canonical(x) if weight.stack else x
 
 
-def _owned(layout: StateLayout, weight: Weight, x: Array) -> Array:
+def _owned(weight: Weight, x: Array) -> Array:
     """The inverse of `_whole`."""
-    x = layout.placement.to_stages(x) if weight.stack else x
+    x = weight.stack.to_stages(x) if weight.stack else x
     for dim, axes in reversed(_split_dims(weight)):
         x = own_shard(x, dim, axes)
     return Shards(weight.owned).take(x)

@@ -220,6 +220,12 @@ def _all_dims(logical: PartitionSpec) -> Sequence[int]:
     return range(len(logical))
 
 
+def stacks_of(config: StepConfig) -> dict[str, Placement]:
+    """How the layers of every kind are placed on the stages."""
+    periods = Placement.of(config.model.layers_of_periods, config.mesh.pipe, config.pipeline)
+    return {kind: replace(periods, runs=runs) if kind else periods for kind, runs in config.model.periods.items()}
+
+
 def gathered_late(weights: Tree, model: ModelConfig) -> Tree:
     """The records of a model's weights, if those of layers and head are gathered late."""
     return jax.tree.map(lambda each: replace(each, late=each.stack is not None or is_head(each.path, model)), weights)
@@ -229,13 +235,14 @@ def weights_of(
     model: StagedModel,
     adapters: Adapters | None,
     rules: Mapping[str, Axes | str | None],
-    stack: Placement,
+    stacks: Mapping[str, Placement],
     sizes: Mapping[str, int],
     zero_stage: int,
     joins: Joins = _no_dims,
 ) -> Tree:
     """The record of every weight, in the structure of `TrainState.params`, by the mesh axes of logical dims
-    (`mesh.rules_of`), how layers are stacked, the sizes of the mesh axes, and which dims of a weight ZeRO joins."""
+    (`mesh.rules_of`), how layers of each kind are stacked, the sizes of the mesh axes, and which dims of a weight ZeRO
+    joins."""
     products = {("blocks", *path) for path in model.products}
 
     def records(module: StagedModel | Adapters) -> Tree:
@@ -249,7 +256,7 @@ def weights_of(
                 path=path,
                 shape=shape,
                 logical=logical,
-                stack=stack if stacked else None,
+                stack=stacks[path[1] if path[1] in stacks else ""] if stacked else None,
                 of_product=path in products,
                 decays=path[-1] not in NOT_DECAYED and path not in model.norms,
                 trained=adapters is None or module is adapters,

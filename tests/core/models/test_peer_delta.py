@@ -26,6 +26,7 @@ torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
 
 HIDDEN, LENGTH = 16, 70  # more than one chunk, and not a multiple of it
+BEGINS = 21  # the second document, in our layer packed with the first
 KEY_HEADS, HEADS, KEY, VALUE = 2, 4, 6, 5
 Weights = dict[str, np.ndarray]
 SIZES = {"linear_heads": HEADS, "linear_key_heads": KEY_HEADS, "linear_key_size": KEY, "linear_value_size": VALUE}
@@ -116,6 +117,7 @@ CASES = {  # its class and configuration, our options, our weights
 
 @pytest.mark.parametrize("family", CASES)
 def test_a_layer_is_that_of_transformers(family: str) -> None:
+    """Of two packed documents, theirs of one after the other."""
     kind, configuration, theirs, ours, convert = CASES[family]
     module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=[kind])
     torch.manual_seed(0)
@@ -124,7 +126,7 @@ def test_a_layer_is_that_of_transformers(family: str) -> None:
         scale = weight.shape[-1] ** -0.5 if weight.ndim == 2 else 0.5
         weight.data = scale * torch.randn_like(weight) + (weight.ndim == 1)
     x, along = torch.randn(2, LENGTH, HIDDEN, requires_grad=True), torch.randn(2, LENGTH, HIDDEN)
-    y = layer(x)
+    y = torch.cat([layer(document) for document in x.split([BEGINS, LENGTH - BEGINS], 1)], 1)
     (y * along).sum().backward()
     weights = convert({name: weight.detach().numpy() for name, weight in layer.named_parameters()})
     grads = convert({name: weight.grad.numpy() for name, weight in layer.named_parameters()})
@@ -135,7 +137,8 @@ def test_a_layer_is_that_of_transformers(family: str) -> None:
     graph, state = nnx.split(nnx.eval_shape(lambda: DeltaAttention(config, NamedKey.from_seed(0), F_AND_G, CPU)))
     shapes = {"/".join(path): leaf.shape for path, leaf in flatten_dict(nnx.to_pure_dict(state)).items()}
     assert shapes == {name: weight.shape for name, weight in weights.items()}
-    context = Context(Dropout.off(), CAUSAL)
+    position_T = np.r_[:BEGINS, : LENGTH - BEGINS].astype(np.int32)
+    context = Context(Dropout.off(), CAUSAL.in_documents(position_T[None]))
 
     @jax.jit
     @partial(jax.shard_map, mesh=make_mesh(jax.devices()[:1]), in_specs=PartitionSpec(), out_specs=PartitionSpec())

@@ -247,7 +247,15 @@ def given_placements(draw: st.DrawFn) -> Placement:
     return Placement(sum(counts), stages, chunks, tuple(counts))
 
 
-placements = even_placements | given_placements()
+@st.composite
+def placed_periods(draw: st.DrawFn) -> Placement:
+    """A kind's layers, of which periods have several or none."""
+    placement = draw(even_placements | given_placements())
+    runs = draw(st.lists(st.integers(0, 3), min_size=placement.num_layers, max_size=placement.num_layers).filter(any))
+    return dataclasses.replace(placement, runs=tuple(runs))
+
+
+placements = even_placements | given_placements() | placed_periods()
 
 
 @given(placements)
@@ -255,7 +263,7 @@ def test_every_layer_has_one_slot_in_order(placement):
     """Going through the chunks, in each through the stages, the layers come in canonical order, each once."""
     index = placement.layer_index
     assert index.shape == (placement.num_chunks, placement.num_stages, placement.layers_per_chunk)
-    assert index[index >= 0].tolist() == list(range(placement.num_layers))
+    assert index[index >= 0].tolist() == list(range(placement.size))
     assert set(index[index < 0]) <= {-1}
     assert placement.padded == (index < 0).any()
 
@@ -282,7 +290,7 @@ def test_the_extra_layers_are_a_contiguous_run(placement):
 @given(placements)
 def test_stages_and_back(placement):
     """The round trip is exact, and padding is zeros, of which nothing comes back, whatever stands there."""
-    canonical = np.random.default_rng(0).normal(size=(placement.num_layers, 2, 3)).astype(np.float32)
+    canonical = np.random.default_rng(0).normal(size=(placement.size, 2, 3)).astype(np.float32)
     pipelined = np.array(placement.to_stages(jnp.asarray(canonical)))
     index = placement.layer_index
     assert pipelined.shape == (*index.shape, 2, 3)

@@ -54,6 +54,8 @@ def device_bytes() -> int:
         full((1, 3, 1), 0, "fp32", CHUNKS),  # divides the layers, of which a stage's are no neighbours
         full((2, 2, 2), 3, "bf16", CHUNKS),
         full((1, 2, 2), 1, "fp32", CHUNKS | {"layers": "3,0,1,2"}),
+        # Of two kinds, whose stacks look alike but for their slots.
+        full((1, 2, 1), 1, "fp32", {"linear_heads": 8, "linear_layers": "2,1,1,2", "num_layers": 6}),
         full((1, 3, 1), 0, "fp32", {"num_layers": 6, "layers": "4,0,2"}),  # divides the layers, though not as stages do
     ],
 )
@@ -81,7 +83,8 @@ def test_the_devices_hold_one_leaf_more(
     state = transfer.to_devices(canonical)
     for name, slots in named_leaves(jax.device_get(state.params["blocks"])).items():
         layers = np.asarray(named_leaves(canonical.params["blocks"])[name], slots.dtype)
-        index, slots = layout.placement.layer_index, slots[..., *map(slice, layers.shape[1:])]  # without ZeRO's padding
+        index = layout.stacks.get(name.split("/")[0], layout.placement).layer_index
+        slots = slots[..., *map(slice, layers.shape[1:])]  # without ZeRO's padding
         np.testing.assert_array_equal(slots[index >= 0], layers[index[index >= 0]], err_msg=name)
     state_bytes = sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards)
     assert device_bytes() <= before + state_bytes + 1000

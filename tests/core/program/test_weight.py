@@ -10,7 +10,7 @@ from tiny import LLAMA, MIXTURE, QWEN3, tiny_config, tiny_program
 def test_products_have_the_sides_that_layers_contract(options) -> None:
     """Read from the names of their dims."""
     program, found = tiny_program(tiny_config(**options)), {}
-    block = program.model.block(program.model.shapes["blocks"])
+    block = program.model.layers[""].block(program.model.shapes["blocks"])
     paths = {id(node): path for path, node in nnx.iter_graph(block) if isinstance(node, nnx.Param)}
     for linear in (linear for linears in block.products.values() for linear in linears):
         ndim = len(linear.weight.shape) - 1  # without the dim of the layers

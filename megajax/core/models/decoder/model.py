@@ -6,6 +6,7 @@ Letters: B batch, T tokens, D model, V vocabulary.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from megajax.core.models.context import Context
 from megajax.core.models.family import Family, MatrixProduct
 from megajax.core.models.flops import layer_products, weight_products
 from megajax.core.models.freeze import PREDICTION
-from megajax.core.models.layer import EMBEDDING_SITE, Block, stacked
+from megajax.core.models.layer import EMBEDDING_SITE, Block, Kinds, stacked
 from megajax.core.models.norms import norm_of
 from megajax.core.models.prediction import PredictionModule, ahead, prediction_losses, real_ahead
 from megajax.core.parallel.boundary import RegionBoundary
@@ -37,8 +38,9 @@ from megajax.core.parallel.vocabulary import (
 
 
 class TransformerDecoder(nnx.Module):
-    """The model. `blocks` holds the layers stacked along a leading dim `layers`, except the first dense layers of a
-    mixture: these are `dense_blocks`, part of the embedding; and those of prediction modules, part of the head."""
+    """The model. `blocks` holds the layers stacked along a leading dim `layers`, each kind by itself, except the first
+    dense layers of a mixture: these are `dense_blocks`, part of the embedding; and those of prediction modules, part of
+    the head."""
 
     def __init__(
         self,
@@ -61,10 +63,16 @@ class TransformerDecoder(nnx.Module):
         self.positions = table("positions", config.sequence_length, "position") if learned else None
         self.final_norm = norm_of(config)
         self.output = None if config.tied_embedding else table("output", config.padded_vocab_size, "vocabulary")
-        self.blocks = stacked(lambda n: block(config, key / "blocks" / n, boundary, backend), config.num_blocks)
+
+        def layers(kind: str, numbers: tuple[int, ...]) -> Any:
+            make = partial(block, linear=True) if config.is_linear(kind) else block
+            return stacked(lambda n: make(config, key / "blocks" / n, boundary, backend), numbers)
+
+        kinds = {kind: layers(kind, numbers) for kind, numbers in config.kinds.items()}
+        self.blocks = Kinds(**kinds) if len(kinds) > 1 else kinds[""]
 
         def dense(n: Array) -> Block:
-            return Block(config, key / "dense_blocks" / n, boundary, backend, dense=True)
+            return Block(config, key / "dense_blocks" / n, boundary, backend, dense=True, linear=config.linear[0])
 
         self.dense_blocks = stacked(dense, config.dense_layers) if config.dense_layers else None
 

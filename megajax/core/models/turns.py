@@ -1,6 +1,7 @@
-"""`model.window_layers`: which layers have the sliding window. No JAX here.
+"""`model.window_layers` and `model.linear_layers`: which layers have the sliding window, or linear attention. No JAX
+here.
 
-It is `all`, or how many layers have the window, how many do not, how many have it, …, repeated to the last layer.
+A text is `all`, or how many layers have it, how many do not, how many have it, …, repeated to the last layer.
 """
 
 import re
@@ -11,22 +12,22 @@ ALL = "all"
 
 
 def are_turns(text: str) -> bool:
-    """Whether a text says which layers have the window."""
+    """Whether a text says which layers have it."""
     return text == ALL or (re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text) is not None and any(_numbers(text)))
 
 
 def in_each_layer(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has the window, from the first to the last."""
+    """Whether each layer has it, from the first to the last."""
     return tuple(islice(cycle(_kinds([1] if text == ALL else _numbers(text))), num_layers))
 
 
-def in_turns(windowed: Sequence[bool]) -> str:
-    """The shortest text for layers that have the window or not; the inverse of `in_each_layer`."""
-    if all(windowed):
+def in_turns(have: Sequence[bool]) -> str:
+    """The shortest text for layers that have it or not; the inverse of `in_each_layer`."""
+    if all(have):
         return ALL
-    runs = [0] * (not windowed[0]) + [len(list(run)) for _, run in groupby(windowed)]
+    runs = [0] * (not have[0]) + [len(list(run)) for _, run in groupby(have)]
     repeated = (runs[:number] for number in range(2, len(runs), 2))
-    fits = (turns for turns in repeated if (*islice(cycle(_kinds(turns)), len(windowed)),) == (*windowed,))
+    fits = (turns for turns in repeated if (*islice(cycle(_kinds(turns)), len(have)),) == (*have,))
     return ",".join(map(str, next(fits, runs)))
 
 
