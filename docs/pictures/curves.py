@@ -99,7 +99,7 @@ def bitwise(figure: Figure, found: dict[str, Any]) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("difference of loss (nats)")
     axes.set_title("a run that changes its mesh, against one on one device")
-    axes.legend(loc="lower left")
+    axes.legend(loc="lower right")
 
 
 def main() -> None:
