@@ -84,7 +84,7 @@ def test_a_layer_s_weights_do_not_depend_on_the_number_of_layers(initial):
 
 def test_a_mesh_has_the_same_initial_weights(initial):
     """Bit for bit those of one device, though the pipe does not divide the layers, in the shards where they belong."""
-    layout = tiny_program(dataclasses.replace(tiny_config((1, 2, 2), **vars(WIDE)), seed=SEED)).layout
+    layout = tiny_program(dataclasses.replace(tiny_config((1, 2, 2), **dataclasses.asdict(WIDE)), seed=SEED)).layout
     params = layout.init().params
     placed = jax.tree.map(
         lambda x, sharding: x.sharding == sharding, params, shardings(layout.mesh, layout.specs.params)
