@@ -133,19 +133,13 @@ def room_for_programs() -> Iterator[None]:
     before 2 GiB more: not all that is free is given back."""
     global _room
     yield
-    if _resident() > _room or _mappings() > 45_000:
+    if _resident() > _room:
         jax.clear_caches()
         gc.unfreeze()
         gc.collect()
         gc.freeze()
         give_back_freed_memory()
         _room = max(_room, _resident() + 2 * 2**30)
-
-
-def _mappings() -> int:
-    """Of this process; each compiled program has some, and Linux allows 65,530."""
-    maps = Path("/proc/self/maps")
-    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 def _resident() -> int:

@@ -511,7 +511,6 @@ class LinearAttention:
         between(0, 100_000),
         WEIGHTS,
         Size("linear_heads", split=True),
-        HuggingFaceName(qwen3_next="linear_num_value_heads"),
     ] = 0
     linear_layers: Annotated[
         str,
@@ -529,7 +528,6 @@ class LinearAttention:
         WEIGHTS,
         _LINEAR,
         Size("linear_key_heads", split=True, repeated=True),
-        HuggingFaceName(qwen3_next="linear_num_key_heads"),
     ] = 0
     linear_key_size: Annotated[
         int,
@@ -538,7 +536,6 @@ class LinearAttention:
         WEIGHTS,
         _LINEAR,
         Size("linear_key_size"),
-        HuggingFaceName(qwen3_next="linear_key_head_dim"),
     ] = 0
     linear_value_size: Annotated[
         int,
@@ -547,7 +544,6 @@ class LinearAttention:
         WEIGHTS,
         _LINEAR,
         Size("linear_value_size"),
-        HuggingFaceName(qwen3_next="linear_value_head_dim"),
     ] = 0
     linear_decay: Annotated[
         Literal["head", "channel"],
@@ -576,7 +572,6 @@ class LinearAttention:
         WEIGHTS,
         _LINEAR,
         ShrinkRule(most=3),
-        HuggingFaceName(qwen3_next="linear_conv_kernel_dim"),
     ] = 4
     linear_norm_epsilon: Annotated[
         float,
