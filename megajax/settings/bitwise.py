@@ -16,7 +16,12 @@ _MODEL = (
     "num_layers hidden_size num_heads num_kv_heads head_size mlp_size sequence_length vocab_size vocab_multiple "
     "norm_epsilon positions bias query_key_norm query_key_norm_over attention_sinks tied_embedding scaled_embedding "
     "query_scalar dropout init_std layer_order head num_classes scan_layers rope_theta rope_factor "
-    "rope_low_frequency rope_high_frequency rope_original_length sliding_window window_layers window_rope_theta"
+    "rope_low_frequency rope_high_frequency rope_original_length sliding_window window_layers window_rope_theta "
+    "num_experts experts_per_token expert_size shared_expert_size dense_layers expert_capacity renormalize_shares "
+    "router_scores expert_groups chosen_groups share_scale balance balance_coefficient balance_step router_z_loss "
+    "latent_size query_latent_size rotary_size value_size swiglu_alpha swiglu_limit linear_heads linear_layers "
+    "linear_key_heads linear_key_size linear_value_size linear_decay linear_gate linear_write linear_convolution "
+    "linear_norm_epsilon linear_chunk"
 )
 _OPTIMIZER = (
     "learning_rate decay_steps schedule cooldown_steps cooldown_shape warmup_steps warmup_fraction min_learning_rate "
@@ -35,7 +40,7 @@ TESTED: dict[str, Collection] = {
     "optimizer.name": ("adamw", "muon"),
     "model.family": ("decoder", "bert"),
     "model.norm": ("layernorm", "rmsnorm", "rmsnorm-1p"),
-    "model.activation": ("auto", "gelu", "gelu-tanh", "swiglu", "geglu-tanh"),
+    "model.activation": ("auto", "gelu", "gelu-tanh", "swiglu", "swiglu-clamped", "geglu-tanh"),
     "model.rope_scaling": ("none", "linear", "llama3"),
     "model.attention_gate": ("none", "sigmoid"),
     "model.attention": ("auto", "blocks"),
@@ -53,9 +58,16 @@ def check_bitwise(config: Config) -> None:
         if valid and value not in valid:
             alone = ", ".join(as_flag(key, each) for each in valid)
             raise UserError(f"{as_flag(key, value)} with --bitwise {config.bitwise}; valid: {alone}, or --bitwise 0")
-    if config.sequence_parallel and config.bitwise > 1 and not FAMILIES[config.model.family].continues_text:
-        with_family = f"--bitwise {config.bitwise} and --model.family {config.model.family}"
-        raise UserError(f"--sequence-parallel with {with_family}; valid: --no-sequence-parallel, or --bitwise 0")
+    model, split = config.model, config.sequence_parallel and config.bitwise > 1
+    of_own_tokens = {  # options with weights between regions whose gradients are sums over a device's tokens
+        "family": not FAMILIES[model.family].continues_text,
+        "num_experts": model.num_experts,
+        "latent_size": model.latent_size,
+        "linear_decay": model.linear_heads and model.linear_decay == "channel",
+    }
+    for name in [name for name, has in of_own_tokens.items() if has and split]:
+        beside = f"--bitwise {config.bitwise} and {as_flag(f'model.{name}', getattr(model, name))}"
+        raise UserError(f"--sequence-parallel with {beside}; valid: --no-sequence-parallel, or --bitwise 0")
     rows = config.train.global_batch * config.bitwise
     if rows > _MOST_TERMS:
         valid = counted(_MOST_TERMS // config.bitwise, "sequence")

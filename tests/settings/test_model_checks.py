@@ -120,7 +120,11 @@ def test_what_does_not_fit(preset: str, table: str, values: dict[str, Any], line
     ("words", "line"),
     [
         ({"precision": "fp8"}, "--precision fp8 with --model.linear-heads 4; valid: bf16"),
-        ({"bitwise": 2}, "--model.linear-heads 4 with --bitwise 2; valid: --model.linear-heads 0, or --bitwise 0"),
+        (
+            {"bitwise": 2, "mesh.tensor": 2, "sequence_parallel": True, "model.linear_decay": "channel"},
+            "--sequence-parallel with --bitwise 2 and --model.linear-decay channel; valid: --no-sequence-parallel, or "
+            "--bitwise 0",
+        ),
         ({"pipeline.layers": "auto"}, "--pipeline.layers auto with --model.linear-heads 4; valid: even, or numbers"),
         (
             {"mesh.context": 32, "model.sequence_length": 128},

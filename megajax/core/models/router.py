@@ -25,7 +25,7 @@ from megajax.core.precision import at_least_fp32
 from megajax.core.trees import Tree
 
 LOAD = "expert_load"  # how many tokens of the step chose each expert of each layer, int32 [L, E]
-
+COUNTS = LOAD, "experts_dropped"  # the figures that are whole numbers
 
 _SCORES: Mapping[str, Callable[[Array], Array]] = {
     "softmax": jax.nn.softmax,

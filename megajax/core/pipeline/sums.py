@@ -47,6 +47,10 @@ class Summation(Protocol):
         """A microbatch's loss as what is summed."""
         ...
 
+    def figures(self, figures: dict[str, Array]) -> dict[str, Array]:
+        """A layer's figures as what is summed."""
+        ...
+
 
 class Floats(NamedTuple):
     """Sums in a floating-point dtype."""
@@ -67,6 +71,9 @@ class Floats(NamedTuple):
 
     def loss(self, loss: Array) -> Array:
         return loss.astype(at_least_fp32(self.dtype))
+
+    def figures(self, figures: dict[str, Array]) -> dict[str, Array]:
+        return figures
 
 
 class Integers(NamedTuple):
@@ -95,6 +102,9 @@ class Integers(NamedTuple):
     def loss(self, loss: Array) -> Array:
         digits = integers(loss, _LOSS_EXPONENT, self.bits, _LOSS_DIGITS)
         return jnp.append(digits, not_summed(loss, _LOSS_EXPONENT).sum(dtype=jnp.int32))
+
+    def figures(self, figures: dict[str, Array]) -> dict[str, Array]:
+        return {name: x if jnp.issubdtype(x.dtype, jnp.integer) else self.loss(x) for name, x in figures.items()}
 
     def gradient(self, path: Path, sums: Array) -> Array:
         """A sum of a weight's gradients on the stages, as floats."""

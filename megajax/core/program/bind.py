@@ -44,6 +44,7 @@ from megajax.core.trees import Tree
 Found = TypeVar("Found")
 UNSCALED = np.float32(1.0)
 SEQUENCES = "sequences"
+_PLAIN = Floats(jnp.float32)
 
 
 def count_targets(program: Program, batch: Batch) -> dict[str, Array]:
@@ -69,6 +70,7 @@ class BoundModel:
     counts: dict[str, Array]
     loss_weight: Array | None  # see `Context`
     length: int  # tokens in a sequence, of which a context rank may have some
+    summation: Summation  # of layers' figures
     kind: str = ""  # of the layers
 
     def context(self, batch: Batch, row_B: Array) -> Context:
@@ -88,7 +90,7 @@ class BoundModel:
         with sites.at(layer, context.row_B, self._tokens()):
             block = self.staged.layers[self.kind].block(weights)
             y_BTD, figures = block(x_BTD, dataclasses.replace(context, factors=factors), layer)
-        return y_BTD, vary(figures, sorted(varying_axes(x_BTD)))
+        return y_BTD, vary(self.summation.figures(figures), sorted(varying_axes(x_BTD)))
 
     @jax.named_scope("head")
     def head(
@@ -138,7 +140,7 @@ def training_pipeline(
     config, counts, length = program.config, count_targets(program, batch), batch["tokens"].shape[-1]
     scale, sequences = jnp.asarray(loss_scale), counts.get(SEQUENCES)
     weight = None if sequences is None else scale / jnp.maximum(sequences, 1).astype(scale.dtype)
-    model = BoundModel(program.model, config.model.dropout, config.seed, step, counts, weight, length)
+    model = BoundModel(program.model, config.model.dropout, config.seed, step, counts, weight, length, summation)
     return _pipeline(program, model, params, batch, scale, copies, summation, rank)
 
 
@@ -146,7 +148,7 @@ def forward_pipeline(program: Program, staged: StagedModel, params: Tree, batch:
     """The loop of a forward-only program, for one of the program's forward models, without dropout."""
     nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     counts = dict.fromkeys(program.form.targets | program.form.measures, one)
-    model = BoundModel(staged, 0.0, program.config.seed, nothing, counts, None, batch["tokens"].shape[-1])
+    model = BoundModel(staged, 0.0, program.config.seed, nothing, counts, None, batch["tokens"].shape[-1], _PLAIN)
     return _pipeline(program, model, params, batch, jnp.asarray(UNSCALED), None)
 
 
@@ -186,7 +188,7 @@ def _pipeline(
         of_head=frozenset(name for name in shared if is_head(("shared", name), config.model)),
         microbatches=jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), (batch, row_B)),
         vocabulary_split=config.splits_vocabulary,
-        summation=summation or Floats(jnp.float32),
+        summation=summation or _PLAIN,
     )
 
     def layers_of(kind: str, stack: Placement) -> Layers:
@@ -200,8 +202,10 @@ def _pipeline(
         products: Products = staged.layers[kind]
         function: LayerFunction = dataclasses.replace(model, kind=kind).layer
         if isinstance(loop_model, ModelInParts):
-            storage, products = ShardsInParts(storage.shardings, loop_model.forms["blocks"], *size), loop_model
-            function = loop_model.layer
+            forms = loop_model.forms | {"blocks": of_kind(loop_model.forms["blocks"], kind)}
+            of_layer = dataclasses.replace(model, kind=kind)
+            products = dataclasses.replace(loop_model, model=of_layer, forms=forms, kind=kind)
+            storage, function = ShardsInParts(storage.shardings, forms["blocks"], *size), products.layer
         function = rematerialized(function, POLICIES.get(config.train.remat), prevent_cse=unroll)
         return Layers(
             function=jax.jit(function, inline=True),  # traced once, though used in several places of the loop
@@ -211,7 +215,7 @@ def _pipeline(
             padded=stack.padded,
             storage=storage,
             recompute_stage=config.train.remat == "stage",
-            summation=summation or Floats(jnp.float32),
+            summation=summation or _PLAIN,
             deferred=products if deferred else None,
             first_trained=untrained_layers(layout.frozen, staged.shapes, config.model),
             frozen=copies.paths | (flatten_dict(of_kind(params["blocks"], kind)).keys() if frozen else set()),

@@ -63,6 +63,7 @@ class ModelInParts:
     staged: StagedModel
     count: int
     forms: Tree  # of all weights
+    kind: str = ""  # of the layers
 
     @property
     def counts(self) -> dict[str, Array]:
@@ -108,17 +109,18 @@ class ModelInParts:
 
     @property
     def products(self) -> frozenset[Path]:
-        return self.staged.layers[""].products
+        return self.staged.layers[self.kind].products
 
     def factors(self, weights: Tree, x_BTD: Array, context: Context) -> Factors:
-        factors = self._in_parts(self.staged.layers[""].factors, "blocks", self._tokens, None, out_axes=0)
+        factors = self._in_parts(self.staged.layers[self.kind].factors, "blocks", self._tokens, None, out_axes=0)
         return factors(weights, self._apart(x_BTD), context)
 
     def weight_gradients(self, weights: Tree, factors: Factors) -> dict[Path, Array]:
         forms = flatten_dict(self.forms["blocks"])
-        axes = {path: forms[path].axis for path in self.products}
-        gradients = self.staged.layers[""].weight_gradients
-        return self._in_parts(gradients, "blocks", 0, out_axes=axes)(idle(weights), factors)
+        axes = {path: forms[path].axis or 0 for path in self.products}
+        gradients = self.staged.layers[self.kind].weight_gradients
+        found = self._in_parts(gradients, "blocks", 0, out_axes=axes)(idle(weights), factors)
+        return {path: grad if forms[path].mapped else grad[0] for path, grad in found.items()}
 
     def _in_parts(self, function: Callable, weights: str, *others: int | None, out_axes: Any = None) -> Callable:
         axes = jax.tree.map(lambda form: form.axis, self.forms[weights])

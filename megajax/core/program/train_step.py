@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
-from megajax.core.models.router import LOAD, balances_router, bias_step, expert_metrics
+from megajax.core.models.router import COUNTS, LOAD, balances_router, bias_step, expert_metrics
 from megajax.core.optim.adam import (
     averaged,
     clip_by_norm,
@@ -216,6 +216,7 @@ def _losses_and_gradients(
     losses, figures = (complete(sums, dict.fromkeys(sums, SCALAR)) for sums in (losses, figures))
     if isinstance(summation, Integers):
         losses = {name: summation.total(loss) for name, loss in losses.items()}
+        figures = {name: x if name in COUNTS else summation.total(x) for name, x in figures.items()}
     return losses, grads, figures, counts, sum(not_summed.values(), start=jnp.zeros((2,), jnp.int32)), in_passes
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import GEMMA, LLAMA, OLMO2, QWEN3, full, tiny_config, user_error
+from tiny import GEMMA, GPT_OSS, LATENT, LLAMA, MIXTURE, OLMO2, QWEN3, full, tiny_config, user_error
 
 from megajax.core.batch import IGNORED
 from megajax.core.errors import UserError
@@ -35,6 +35,7 @@ from megajax.verify.verdict import Finding
 
 DECODER = {"vocab_multiple": 8, "head_size": 4}
 ALL = {"schedule": "interleaved", "chunks": 2, "num_layers": 4, "zero": 3, "weight_gradients": "deferred"}
+_PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
 _CHILD = """
 import pickle, sys
 from megajax.start.launch import avoid_known_faults
@@ -44,13 +45,18 @@ jax.config.update("jax_num_cpu_devices", 16)
 function, arguments = pickle.load(sys.stdin.buffer)
 sys.stdout.buffer.write(pickle.dumps(function(*arguments)))
 """
+PLAIN_ROPE = {"rope_scaling": "none", "rope_factor": 1.0, "rope_score_scale": 0.0}
+EXPERTS = MIXTURE | PLAIN_ROPE | {"balance": "both"}
+DEEPSEEK = MIXTURE | LATENT | PLAIN_ROPE | {"router_scores": "sigmoid", "dense_layers": 1, "balance": "bias"}
+DEEPSEEK |= {"expert_groups": 4, "chosen_groups": 2, "share_scale": 1.5}
+LINEAR = QWEN3 | {"linear_heads": 4, "linear_key_size": 6, "linear_value_size": 4}
 BERT = {"family": "bert", "activation": "gelu", "layer_order": "post"}
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of a function of this file in a process with the compiler's own flags: those of tests have other
     emitters."""
-    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {"XLA_FLAGS": _PATIENCE, "PYTHONPATH": os.pathsep.join(sys.path)}
     child, given = [sys.executable, "-c", _CHILD], pickle.dumps((function, arguments))
     return pickle.loads(subprocess.run(child, input=given, env=environment, stdout=subprocess.PIPE, check=True).stdout)
 
@@ -66,7 +72,7 @@ def own_loss(logits: Logits, batch: Any) -> dict[str, jax.Array]:
 @pytest.mark.parametrize(
     ("parts", "mesh", "others"),
     [
-        pytest.param(4, (2, 1, 2), DECODER | {"zero": 3, "num_layers": 1}, marks=pytest.mark.slow),
+        pytest.param(4, (2, 1, 2), DECODER | EXPERTS | {"zero": 3, "num_layers": 1}, marks=pytest.mark.slow),
         full(4, (2, 2, 2), DECODER | {"zero": 3, "weight_gradients": "deferred", "dropout": 0.1}),
         full(1, (8, 1, 1), DECODER | {"dropout": 0.1}),
         full(1, (2, 2, 1), DECODER | ALL | {"precision": "bf16"}),
@@ -82,6 +88,12 @@ def own_loss(logits: Logits, batch: Any) -> dict[str, jax.Array]:
         full(2, (4, 1, 2), DECODER | {"optimizer": {"name": "muon", "zero_ranks": 2}, "zero": 3, "num_layers": 1}),
         full(4, (1, 2, 4), DECODER | {"lora": LoraConfig(rank=3), "weight_gradients": "deferred"}),
         full(4, (2, 1, 2), DECODER | {"loss": Loss(own_loss, measures=("entropy",)), "num_layers": 1}),
+        full(4, (2, 2, 2), DECODER | EXPERTS | ALL | {"expert_capacity": 1.0}),
+        full(2, (2, 2, 2), DECODER | DEEPSEEK | {"num_layers": 5, "precision": "bf16"}),
+        full(4, (1, 2, 2), DECODER | DEEPSEEK | {"num_layers": 3, "weight_gradients": "deferred"}),
+        full(4, (1, 1, 4), DECODER | EXPERTS | GPT_OSS | {"precision": "bf16"}),
+        full(4, (2, 2, 2), DECODER | LINEAR | ALL | {"linear_layers": "1,1"}),
+        full(2, (2, 1, 2), DECODER | LINEAR | {"linear_layers": "all", "linear_decay": "channel", "precision": "bf16"}),
     ],
 )
 def test_every_mesh_has_the_bits_of_one_device(parts: int, mesh: tuple[int, ...], others: dict[str, Any]):
