@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array, lax
+from jax import Array
 
 from megajax.core.optim.config import SCHEDULES, OptimizerConfig
 from megajax.core.parallel.collectives import sum_over, varying_axes
@@ -19,11 +19,7 @@ FEWEST = 16  # norms needed before the median counts
 
 
 def scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam` whose state does not change if the step is not `taken`.
-
-    The barrier makes XLA finish the new moments before it computes weights from them. Nothing else reads the old
-    moments, so they are overwritten in place and not copied.
-    """
+    """`optax.scale_by_adam` whose state does not change if the step is not `taken`."""
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
 
     def advance(grads: Tree, state: Tree, params: Tree = None, *, taken: Array | bool) -> tuple[Tree, Tree]:
@@ -31,12 +27,10 @@ def scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraA
         nu = optax.tree.update_moment_per_elem_norm(grads, state.nu, config.beta2, 2)
         counted = state._replace(count=optax.safe_increment(state.count), mu=mu, nu=nu)
         advanced = choose(taken, counted, state)
-        moments = jax.tree.map(lambda mu, nu: lax.optimization_barrier((mu, nu)), advanced.mu, advanced.nu)
-        mu, nu = (jax.tree.map(lambda _, pair, i=i: pair[i], advanced.mu, moments) for i in range(2))
-        mean = optax.tree.bias_correction(mu, config.beta1, advanced.count)
-        square = optax.tree.bias_correction(nu, config.beta2, advanced.count)
+        mean = optax.tree.bias_correction(advanced.mu, config.beta1, advanced.count)
+        square = optax.tree.bias_correction(advanced.nu, config.beta2, advanced.count)
         steps = jax.tree.map(lambda mean, square: mean / (jnp.sqrt(square) + config.epsilon), mean, square)
-        return steps, advanced._replace(mu=mu, nu=nu)
+        return steps, advanced
 
     return optax.GradientTransformationExtraArgs(adam.init, advance)
 
