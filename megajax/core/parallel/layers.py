@@ -21,7 +21,17 @@ from megajax.core.backend import Backend
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import TENSOR, axis_index, axis_size, vary, varying_axes
 from megajax.core.parallel.float8 import Copies, Float8Rule, Scaled, multiplied
-from megajax.core.parallel.products import DenseRule, Factors, Pair, Rule, deferred, product, products, spread
+from megajax.core.parallel.products import (
+    DenseRule,
+    Factors,
+    Pair,
+    Rule,
+    deferred,
+    product,
+    products,
+    ranks_in_parts,
+    spread,
+)
 from megajax.core.parallel.random import NamedKey
 
 Initializer = Callable[[tuple[int, ...]], Array]  # shape -> initial values in fp32, in any precision the same
@@ -182,6 +192,12 @@ class ColumnParallelLinear(_DenseLayer):
         parts = self.shape[1]
         return parts if parts < axis_size(TENSOR) else 0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its output is one product with a bias and nothing else, to which XLA for GPUs can join what
+        follows."""
+        return self.bias is not None and self.copies is None and not hasattr(self, "a") and not ranks_in_parts()
+
     def of_all_parts(self, gradient: Array) -> Array:
         """The gradient of the weight that this device has, from that of its `own`."""
         part = self.first_part
@@ -218,7 +234,13 @@ def column_parallel(
     outputs = (jax.checkpoint(run) if again else run)(input_BTD)
     outputs = deferred(name, (input_BTD,), outputs, factors)
     biases = (None if linear.bias is None else linear.own(linear.bias[...], 0) for linear in linears)
-    return [y if bias is None else y + spread(bias, y) for y, bias in zip(outputs, biases, strict=True)]
+    return [y if bias is None else _biased(y, bias) for y, bias in zip(outputs, biases, strict=True)]
+
+
+def _biased(y: Array, bias: Array) -> Array:
+    """In the form of a matrix, so that XLA for GPUs adds the bias in the product."""
+    flat = y.reshape(*y.shape[: y.ndim - bias.ndim], -1)
+    return (flat + spread(bias.reshape(-1), flat)).reshape(y.shape)
 
 
 class RowParallelLinear(_DenseLayer):

@@ -196,7 +196,8 @@ class Program:
     @property
     def options(self) -> dict[str, int | bool | str]:
         """Compiler options of the train step, without those that the user has set."""
-        chosen: dict[str, int | bool | str] = dict.fromkeys(self.backend.apart, 0) if self.ticks_at_once > 1 else {}
+        zeros = self.backend.unmerged + (self.backend.apart if self.ticks_at_once > 1 else ())
+        chosen: dict[str, int | bool | str] = dict.fromkeys(zeros, 0)
         if not scans_layers(self.config, self.backend) and self.config.train.remat != "stage":
             chosen |= dict.fromkeys(self.backend.unrolled, True)
         chosen |= self._same_bits

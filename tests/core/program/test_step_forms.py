@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tiny import tiny_config
 
 from megajax.core.backend import CPU, GPU
+from megajax.core.models.lora_config import LoraConfig
 from megajax.core.models.mlp import activated
 from megajax.core.program.program import Program
 from megajax.core.program.train_step import train_step
@@ -26,10 +28,10 @@ def test_an_iteration_of_the_loop_computes_two_microbatches() -> None:
 def test_norms_by_cudnn_with_unrolled_layers_and_unless_the_user_says_otherwise(monkeypatch):
     forms = UNROLLED, {"scan_layers": "true"}, UNROLLED | {"remat": "stage"}
     unrolled, scanned, recomputed = (Program.abstract(tiny_config(**each), GPU) for each in forms)
-    (name,) = unrolled.options
-    assert unrolled.options[name] is True and not scanned.options and not recomputed.options
+    (name,) = unrolled.options.keys() - scanned.options.keys()
+    assert unrolled.options[name] is True and scanned.options == recomputed.options
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=false")
-    assert not unrolled.options
+    assert unrolled.options == scanned.options
 
 
 def test_gelu_by_a_sigmoid_is_that_by_tanh():
@@ -44,3 +46,13 @@ def test_gelu_by_a_sigmoid_is_that_by_tanh():
             for found, expected in (sigmoid[0], tanh[0]), (sigmoid[1](x)[0], tanh[1](x)[0]):
                 assert found.dtype == dtype
                 np.testing.assert_allclose(*(np.asarray(y, np.float64) for y in (found, expected)), rounding, rounding)
+            joined = activated([x], model, GPU, in_product=True)  # rounded after every operation here
+            np.testing.assert_allclose(*(np.asarray(y, np.float64) for y in (joined, tanh[0])), rounding, 2 * rounding)
+
+
+@pytest.mark.parametrize("others", [{}, {"precision": "fp8"}, {"bias": "none"}, {"lora": LoraConfig(rank=2)}])
+def test_gelu_is_in_the_form_that_xla_joins_to_a_product_only_after_a_plain_one(others):
+    """Anywhere else that form, with tanh, would be rounded to bf16 after every operation."""
+    program = Program.abstract(tiny_config(**{"precision": "bf16", "num_layers": 1} | others), GPU)
+    step = str(train_step(program).trace(program.layout.shapes, program.batch_types).jaxpr)
+    assert ("tanh" in step) == (not others)
