@@ -67,13 +67,13 @@ class Transformer:
 
     def rotated(self, x_BTHK: np.ndarray, layer: int) -> np.ndarray:
         """By complex numbers, as the paper writes them."""
-        half = x_BTHK.shape[-1] // 2
+        half = (self.model.rotary_size or x_BTHK.shape[-1]) // 2
         frequency_P, scale = frequencies(self.model, half)
         if self.model.windowed[layer] and self.model.window_rope_theta:
             frequency_P, scale = self.model.window_rope_theta ** (-np.arange(half) / half), 1.0
         turn_BTP = scale * np.exp(1j * self.position_BT[..., None] * frequency_P)
-        turned = (x_BTHK[..., :half] + 1j * x_BTHK[..., half:]) * turn_BTP[:, :, None]
-        return np.concatenate([turned.real, turned.imag], axis=-1)
+        turned = (x_BTHK[..., :half] + 1j * x_BTHK[..., half : 2 * half]) * turn_BTP[:, :, None]
+        return np.concatenate([turned.real, turned.imag, x_BTHK[..., 2 * half :]], axis=-1)
 
     def placed(
         self, weights: dict, q_BTHK: np.ndarray, k_BSHK: np.ndarray, layer: int

@@ -363,7 +363,8 @@ GROUPS = {
     "beside the passes": (
         "num_layers=3",
         """
-        2x2x1 gemma3 interleaved-2 deferred split window=3 reduced-early gathered-late global_batch=6 default
+        2x2x1 gemma3 interleaved-2 deferred split window=3 reduced-early gathered-late global_batch=6 rotary_size=4 \
+            default
         4x1x1 gathered-late microbatch=2 default
         3x1x1 untied reduced-early gathered-late global_batch=6
         4x1x1 reduced-early gathered-late microbatch=2

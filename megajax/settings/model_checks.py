@@ -74,11 +74,6 @@ def _check_latent(model: ModelConfig) -> None:
         if getattr(model, name) != value:
             flag, valid = (as_flag(f"model.{name}", each) for each in (getattr(model, name), value))
             raise UserError(f"{flag} {reason}; valid: {valid}")
-    if not 0 < model.rotary_size < model.head_size or model.rotary_size % 2:
-        raise UserError(
-            f"--model.rotary-size {model.rotary_size} {reason}; valid: an even size from 2 to less than "
-            f"--model.head-size, {model.head_size}"
-        )
 
 
 def _check_linear(model: ModelConfig) -> None:
@@ -142,7 +137,13 @@ def _check_rotary(model: ModelConfig) -> None:
             f"--model.window-rope-theta {model.window_rope_theta:g} with --model.positions {model.positions}; "
             "valid: 0, or --model.positions rotary"
         )
-    if model.rotary and model.head_size % 2 and not model.latent_size:
+    size, latent = model.rotary_size, model.latent_size
+    if model.rotary and (size or latent) and (not 0 < size < model.head_size or size % 2):
+        raise UserError(
+            f"--model.rotary-size {size} with --model.latent-size {latent}; valid: {'' if latent else '0, or '}an even "
+            f"size from 2 to less than --model.head-size, {model.head_size}"
+        )
+    if model.rotary and model.head_size % 2 and not size:
         raise UserError(
             f"--model.head-size {model.head_size} with --model.positions rotary, which rotates pairs "
             "of features; valid: an even size"

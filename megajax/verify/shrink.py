@@ -156,7 +156,7 @@ class _Sizes:
         heads, kv_heads = self._heads()
         divides = model.hidden_size % theirs.zero_shards == 0
         whole = model.head_size * model.num_heads == model.hidden_size
-        smallest = max(6 if model.latent_size else 4, -(-_WIDTH // heads) // 2 * 2) + model.head_size % 2
+        smallest = max(6 if model.rotary_size else 4, -(-_WIDTH // heads) // 2 * 2) + model.head_size % 2
         head_sizes = [
             size
             for size in range(smallest, smallest + 4 * ours.zero_shards + 3, 2)
@@ -189,11 +189,11 @@ class _Sizes:
         return sizes | {"mlp_size": mlp_size} | self._parts_of_heads(head_size), notes
 
     def _parts_of_heads(self, head_size: int) -> dict[str, int]:
-        """In latent attention: rotary features, values, and latents. What is smaller or larger in the original is so
-        here, if that can be."""
+        """Rotary features; in latent attention also values, and latents. What is smaller or larger in the original is
+        so here, if that can be."""
         model = self._model
         if not model.latent_size:
-            return {}
+            return {"rotary_size": min(4, model.rotary_size)}
 
         def order(head: int, rotary: int, value: int, latent: int, of_queries: int) -> list[int]:
             sizes = head, rotary, value or head, latent, of_queries, latent + rotary, head - rotary

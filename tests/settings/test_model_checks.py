@@ -41,6 +41,10 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
         ),
         ({"layer_order": "post"}, "--model.layer-order post with --model.family decoder; valid: pre"),
         (
+            {"rotary_size": 7},
+            "--model.rotary-size 7 with --model.latent-size 0; valid: 0, or an even size from 2 to le",
+        ),
+        (
             {"rope_scaling": "yarn", "rope_beta_slow": 33.0},
             "--model.rope-beta-slow 33 is above --model.rope-beta-fast 32; valid: no more",
         ),
@@ -65,7 +69,7 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
             "--model.attention-sinks with --model.latent-size 512; valid: --no-model.attention-sinks",
         ),
         ({"bias": "all"}, "--model.bias all with --model.latent-size 512; valid: --model.bias none"),
-        ({"latent_size": 0}, "--model.rotary-size 64 with --model.latent-size 0; valid: "),
+        ({"latent_size": 0}, "--model.value-size 128 with --model.latent-size 0; valid: "),
         ({"expert_groups": 3}, "--model.expert-groups 3 with --model.num-experts 64; valid: a divisor of it"),
         (
             {"expert_groups": 32, "chosen_groups": 2},

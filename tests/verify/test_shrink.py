@@ -146,7 +146,10 @@ def test_every_preset_on_every_mesh_it_can_have(file: Path) -> None:
         ((1, 6, 1), {"model__num_layers": 8, "train__global_batch": 5, "train__microbatch": 1}),
         ((1, 4, 1), {"train__global_batch": 7, "train__microbatch": 1, "pipeline__weight_gradients": "deferred"}),
         ((4, 1, 2), {"model__hidden_size": 136, "model__num_heads": 8, "train__remat": "stage"}),
-        ((3, 1, 2), {"model__positions": "rotary", "model__head_size": 34, "model__mlp_size": 500}),
+        (
+            (3, 1, 2),
+            {"model__positions": "rotary", "model__head_size": 33, "model__rotary_size": 8, "model__mlp_size": 500},
+        ),
         ((1, 1, 8), {"model__num_kv_heads": 2, "model__sliding_window": 3, "model__window_layers": "1,2"}),
         (
             (1, 1, 3),

@@ -387,11 +387,12 @@ class LatentAttention:
     ] = 0
     rotary_size: Annotated[
         int,
-        "features of model.head-size that positions rotate, the last ones; in keys, all heads share them",
+        "features of model.head-size that positions rotate, the first ones; in latent attention the last ones, which "
+        "all heads share in keys; 0: all",
         _SIZE,
         WEIGHTS,
         ShrinkRule(jointly=True),
-        _LATENT,
+        _ROTARY,
     ] = 0
     value_size: Annotated[
         int, "size of a head's values; 0: model.head-size", _SIZE, WEIGHTS, ShrinkRule(jointly=True), _LATENT

@@ -1,5 +1,5 @@
 """Rotary positions (Su et al., arXiv 2104.09864): each pair of features of a query or key, one from either half of the
-head, is rotated by an angle that grows with the token's position.
+head or of its first `rotary_size` features, is rotated by an angle that grows with the token's position.
 
 Letters: B batch, T tokens, H heads, K head size, P pairs of features.
 """
@@ -69,6 +69,9 @@ def score_scale(config: ModelConfig) -> float:
 def rotated(x_BTHK: Array, position_BT: Array, config: ModelConfig, windowed: Array | bool | None = False) -> Array:
     """Rotate queries or keys of tokens at these positions, int32, B possibly 1, and multiply them by the factor of
     `rotations`; `windowed`: the layer has the window. Only the positions are saved for the backward pass."""
+    if 0 < config.rotary_size < x_BTHK.shape[-1]:
+        turned_BTHK, plain_BTHK = jnp.split(x_BTHK, [config.rotary_size], axis=-1)
+        return jnp.concatenate([rotated(turned_BTHK, position_BT, config, windowed), plain_BTHK], axis=-1)
     if not config.window_rope_theta:
         return _rotated(x_BTHK, position_BT, None, (config,))
     kinds = config, replace(config, rope_theta=config.window_rope_theta, rope_scaling="none")

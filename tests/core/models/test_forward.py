@@ -34,7 +34,7 @@ WORDS = {
     "qwen 3, window, yarn": LLAMA
     | {"num_kv_heads": 2, "head_size": 10, "query_key_norm": True, "norm_epsilon": 0.1, "sliding_window": 4}
     | {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 7, "rope_theta": 20.0}
-    | {"rope_beta_fast": 1.1, "rope_beta_slow": 0.1, "attention_gate": "sigmoid"},
+    | {"rope_beta_fast": 1.1, "rope_beta_slow": 0.1, "attention_gate": "sigmoid", "rotary_size": 6},
     "qwen 2 of one head of keys": LLAMA
     | {"num_kv_heads": 1, "head_size": 4, "bias": "query-key-value", "rope_scaling": "linear", "rope_factor": 3.0},
     "olmo 2, normed over all heads": LLAMA
