@@ -51,6 +51,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "groups-of-experts": {"expert_groups": 2, "balance": "both", "share_scale": 2.5},
     "chosen-share": {"renormalize_shares": False},
     "plain-queries": {"query_latent_size": 0},
+    "gated": {"shared_expert_gate": True},
 }
 SMALL = {"hidden_size": 16, "vocab_multiple": 8, "num_heads": 4, "sequence_length": 8, "vocab_size": 21}
 
@@ -146,7 +147,7 @@ EXPERTS = [
     "2x2x1x1,2 2x1x2x2,1",
     *("expert_capacity=0.0 expert_capacity=1.0 expert_capacity=1.25", "balance=none balance=loss balance=bias"),
     *("zero=0 - zero=3", "- selective layer", "- gpipe-1 interleaved-2", "- deferred", "- sequence"),
-    *("shared_expert_size=0 shared_expert_size=8", "dense_layers=0 dense_layers=1 dense_layers=2"),
+    *("shared_expert_size=0 gated", "dense_layers=0 dense_layers=1 dense_layers=2"),
 ]
 
 
@@ -258,7 +259,8 @@ GROUPS = {
     "experts": (
         "",
         """
-        1x2x1x2 expert=2 expert_capacity=1.0 balance=bias layer interleaved-2 deferred sequence dense_layers=1 compiled
+        1x2x1x2 expert=2 expert_capacity=1.0 balance=bias layer interleaved-2 deferred sequence dense_layers=1 gated \
+            compiled
         2x1x2x1 expert=2 expert_capacity=1.25 balance=loss zero=3 selective shared_expert_size=0 dense_layers=2 compiled
         1x2x1x1 expert=4 balance=loss deferred shared_expert_size=0 dense_layers=1 compiled
         """,
@@ -267,7 +269,8 @@ GROUPS = {
     "precisions": (
         "global_batch=4 unplanned",
         """
-        2x1x2 mixture sinks muon fp16 expert=2 balance=bias ema=0.5 num_layers=1 undropped default branches
+        2x1x2 mixture sinks muon fp16 expert=2 balance=bias ema=0.5 num_layers=1 undropped gated \
+            default branches
         1x2x1 mixture sinks adapted-experts expert=2 deferred num_layers=2 undropped default
         1x1x2 mixture sinks fp8 expert=2 dense_layers=1 bf16_layers=1,1 num_layers=3 selective branches compiled
         2x1x2x2 llama muon bf16 zero=3 num_layers=2

@@ -296,6 +296,12 @@ class Experts:
         _WITH_EXPERTS,
         Size("mlp", split=True),
     ] = 0
+    shared_expert_gate: Annotated[
+        bool,
+        "multiply the shared expert's output by a gate for each token: the sigmoid of a product of the layer's input",
+        WEIGHTS,
+        OnlyWith("shared_expert_size"),
+    ] = False
     dense_layers: Annotated[
         int,
         "number of first layers with a dense MLP instead of experts; the first pipeline stage "

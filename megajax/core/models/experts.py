@@ -28,7 +28,7 @@ from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
 from megajax.core.models.grouped import Blocks, GroupRule, group_biased, in_blocks, multiplied_by_group
 from megajax.core.models.mlp import MLP, activated
-from megajax.core.models.router import Router, Routing, attached
+from megajax.core.models.router import Router, Routing, attached, scores
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import (
     CONTEXT,
@@ -133,7 +133,8 @@ class DroplessDispatch(Dispatch):
 
 
 class Mixture(nnx.Module):
-    """The experts with their router, and with `shared_expert_size` a shared expert of this width for all tokens."""
+    """The experts with their router, and with `shared_expert_size` a shared expert of this width for all tokens, whose
+    output may have a gate: a number for each token, computed like the router's scores."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
         experts, hidden, width = config.num_experts, config.hidden_size, config.expert_size
@@ -150,6 +151,8 @@ class Mixture(nnx.Module):
         self.down = ExpertLinear(residual, shape, ("experts", "expert_mlp", "embed"), bias=bias)
         width = config.shared_expert_size
         self.shared = MLP(config, key / "shared", boundary, backend, width) if width else None
+        gate = normal(key / "shared_expert_gate", config.init_std)
+        self.shared_expert_gate = param((hidden, 1), ("embed", "features"), gate) if config.shared_expert_gate else None
         self.config, self.boundary, self.backend = config, boundary, backend
 
     @property
@@ -168,10 +171,19 @@ class Mixture(nnx.Module):
         y_BTD = dispatch.combine(out, share_BTK)
         y_BTD = named(self.boundary.leave(y_BTD), "experts_output", self.boundary.split)
         if self.shared is not None:
-            y_BTD = y_BTD + self.shared(x_BTD, context, layer)[0]
+            y_BTD = y_BTD + self._gated(self.shared(x_BTD, context, layer)[0], x_BTD)
         if context.loss_weight is not None:
             y_BTD = attached(y_BTD, routing.loss_B, context.loss_weight)
         return y_BTD, routing.figures | {"experts_dropped": dropped}
+
+    def _gated(self, shared_BTD: Array, x_BTD: Array) -> Array:
+        """The shared expert's output with its gate."""
+        if self.shared_expert_gate is None:
+            return shared_BTD
+        shared_BTD = checkpoint_name(shared_BTD, "shared_expert")
+        logits_BT1 = scores(x_BTD, self.shared_expert_gate[...])
+        logits_BT1 = named(logits_BT1, "shared_expert_gate", self.boundary.split)
+        return shared_BTD * jax.nn.sigmoid(logits_BT1).astype(shared_BTD.dtype)
 
     def _experts(self, rows: Array, blocks: Blocks | None, context: Context) -> Array:
         """Run rows through this device's experts; the results must still be summed over `tensor`."""

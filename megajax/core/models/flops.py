@@ -46,7 +46,9 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int) -> Iter
     if sparse:
         own = {"experts up": (hidden, gated * model.expert_size), "experts down": (model.expert_size, hidden)}
         yield from weight_products(tokens * model.experts_per_token, own, sparse)
-        yield from weight_products(tokens, {"router": (hidden, model.num_experts)}, sparse)
+        own = {"router": (hidden, model.num_experts)}
+        own |= {"shared expert gate": (hidden, 1)} if model.shared_expert_gate else {}
+        yield from weight_products(tokens, own, sparse)
     for name, width, count in (
         ("MLP", model.mlp_size, layers - sparse),
         ("shared expert", model.shared_expert_size, sparse),

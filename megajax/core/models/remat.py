@@ -15,7 +15,8 @@ LATENTS = "attention_latents"  # from which queries, keys and values are compute
 # not among them, because the backward pass does not need its result.
 EXPENSIVE = (
     *("query", "key", "value", "attention_gate", "attention_received", "attention_heads", "attention_statistics"),
-    *("attention_output", "mlp_gate", "mlp_up", "expert_rows", "expert_gate", "expert_up", CHOICE, SQUARES, LATENTS),
+    *("attention_output", "mlp_gate", "mlp_up", "expert_rows", "expert_gate", "expert_up", "shared_expert"),
+    *(CHOICE, SQUARES, LATENTS),
 )
 
 

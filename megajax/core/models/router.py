@@ -60,8 +60,7 @@ class Router(nnx.Module):
         assert context.real_BT is not None, "a context of a model without experts"
         real_BT1 = self.boundary.own_tokens(context.real_BT)[..., None]
         real_B = jnp.maximum(jnp.sum(context.real_BT, axis=1), 1).astype(dtype)  # tokens of the whole sequence
-        weight_DE = self.weight[...].astype(dtype)
-        logits_BTE = jnp.einsum("btd,de->bte", x_BTD.astype(dtype), weight_DE, precision=lax.Precision.HIGHEST)
+        logits_BTE = scores(x_BTD, self.weight[...])
         if self.logit_bias is not None:
             logits_BTE = logits_BTE + self.logit_bias[...].astype(dtype)[None, None]
         logits_BTE = named(logits_BTE, "router_logits", self.boundary.split)
@@ -120,6 +119,12 @@ class Router(nnx.Module):
         often_BE = self.boundary.sum_over_tokens(count_BE).astype(share_BTE.dtype)
         scale = jnp.asarray(self.config.num_experts / self.config.experts_per_token, share_BTE.dtype)
         return scale * jnp.sum(often_BE * jnp.sum(share_BTE, axis=1), axis=-1) / jnp.square(real_B)
+
+
+def scores(x_BTD: Array, weight_DE: Array) -> Array:
+    """Their product in at least fp32, before any function of it."""
+    dtype = at_least_fp32(x_BTD.dtype)
+    return jnp.einsum("btd,de->bte", x_BTD.astype(dtype), weight_DE.astype(dtype), precision=lax.Precision.HIGHEST)
 
 
 @jax.custom_vjp

@@ -40,7 +40,7 @@ class NumpyMixture(Decoder):
         self.share_BTE = exp_BTE / exp_BTE.sum(-1, keepdims=True)
         bias_E = weights["router"]["bias"]  # decides which, but not with what share
         self.chosen_BTK = np.argsort(-self.share_BTE - bias_E, axis=-1)[..., :CHOICES]
-        y_BTD = super().mlp(weights["shared"], x_BTD)
+        y_BTD = super().mlp(weights["shared"], x_BTD) * expit(x_BTD @ weights["shared_expert_gate"])
         for row, chosen_TK in enumerate(self.chosen_BTK):
             taken = np.zeros(EXPERTS, int)
             for choice, token in np.ndindex(CHOICES, TOKENS):  # all first choices before any second one
@@ -56,7 +56,7 @@ class NumpyMixture(Decoder):
 @pytest.fixture(scope="module")
 def program() -> Program:
     """With so small a capacity that experts drop tokens; of documents, where a token without a target is no padding."""
-    options = {"expert_capacity": 0.5, "reset_attention": True, **LOSSES}
+    options = {"expert_capacity": 0.5, "reset_attention": True, "shared_expert_gate": True, **LOSSES}
     return tiny_program(tiny_config(microbatch=1, **MIXTURE | SIZE | options))
 
 
