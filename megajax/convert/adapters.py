@@ -19,15 +19,16 @@ from megajax.convert.importing import check_new
 from megajax.convert.origin import Origin
 from megajax.convert.tensor_files import WEIGHTS, write_tensors
 from megajax.convert.tokenizer_files import write_objects
-from megajax.convert.weights import Tensor, TensorPlace, whole_layout, whole_model
+from megajax.convert.weights import Tensor, TensorPlace, dim_sizes, whole_layout, whole_model
 from megajax.core.errors import UserError
 from megajax.core.models.lora import LORA, Adapters
 from megajax.host.files import folder_atomically
 from megajax.runs.trained import weights_in_parts
 from megajax.settings.config import Config
 
-# Module of the transformers model (with `{layer}` in its name) -> our products in it (`Adapters.products`) -> place.
-_Modules = dict[str, dict[tuple[str, ...], TensorPlace]]
+# Module of the transformers model (with `{layer}` in its name) in a kind of layers -> our products in it
+# (`Adapters.products`) -> place.
+_Modules = dict[tuple[str, str], dict[tuple[str, ...], TensorPlace]]
 
 
 def check_has_adapters(run_dir: Path, config: Config) -> None:
@@ -67,20 +68,14 @@ def joined_tensors(
 ) -> dict[str, Tensor]:
     """Turn adapters in canonical form (or anything with their shapes) by path into `peft`'s tensors by name."""
     tensors: dict[str, Tensor] = {}
-    for module, products in _modules(run_dir, config).items():
+    for products in _modules(run_dir, config).values():
         pairs = [(adapters["blocks", *product, "a"], adapters["blocks", *product, "b"]) for product in products]
-        for number, layer in enumerate(_layers(config)):
-            name = f"base_model.model.{module.format(layer=layer)}"
-            of_layer = [(a[number], b[number]) for a, b in pairs]
-            a_RI, b_OR = _joined(list(products.values()), of_layer, config.lora.rank)
-            place = next(iter(products.values()))
+        place = next(iter(products.values()))
+        for (number,), weight in place.tensors(config.model):
+            name = f"base_model.model.{weight.removesuffix('.weight')}"
+            a_RI, b_OR = _joined(list(products.values()), [(a[number], b[number]) for a, b in pairs], config)
             tensors |= {f"{name}.lora_A.weight": a_RI, f"{name}.lora_B.weight": place.in_pairs(b_OR, config.model)}
     return tensors
-
-
-def _layers(config: Config) -> range:
-    """The layers that have adapters: not the first ones of a mixture, which are dense."""
-    return range(config.model.dense_layers, config.model.num_layers)
 
 
 def _modules(run_dir: Path, config: Config) -> _Modules:
@@ -88,27 +83,25 @@ def _modules(run_dir: Path, config: Config) -> _Modules:
     modules: _Modules = {}
     for product in Adapters(config.lora, config.model, whole_model(config.model)).products:
         place = places.blocks["/".join((*product, "weight"))]
-        modules.setdefault(place.name.removesuffix(".weight"), {})[product] = place
+        modules.setdefault((place.name.removesuffix(".weight"), place.of), {})[product] = place
     return modules
 
 
-def _joined(places: list[TensorPlace], pairs: list[tuple[Any, Any]], rank: int) -> tuple[Tensor, Tensor]:
+def _joined(places: list[TensorPlace], pairs: list[tuple[Any, Any]], config: Config) -> tuple[Tensor, Tensor]:
     """The two matrices of a module's adapter, from those of its products in one layer."""
-    flat = [(a.reshape(-1, rank).T, b.reshape(rank, -1).T) for a, b in pairs]
-    a_RI = np.concatenate([a for a, _ in flat]).astype(np.float32)
-    thirds = 1 if places[0].third is None else 3
-    rows = flat[0][1].shape[0]
-    b_OR = np.zeros((thirds * rows, len(flat) * rank), np.float32)
-    for number, (place, (_, b)) in enumerate(zip(places, flat, strict=True)):
-        first = rows * (place.third or 0)
-        b_OR[first : first + rows, number * rank : (number + 1) * rank] = b
-    return a_RI, b_OR
+    rank, (dims, turned) = config.lora.rank, (places[0].dims, places[0].turned)
+    a_RI = np.concatenate([a.reshape(-1, rank).T for a, _ in pairs]).astype(np.float32)
+    b_RO = np.zeros((len(a_RI), dim_sizes(config.model)[dims[0 if turned else -1]]), np.float32)
+    for number, (place, (_, b)) in enumerate(zip(places, pairs, strict=True)):
+        own = place.own(b_RO[number * rank : (number + 1) * rank], config.model)
+        own[...] = b.reshape(own.shape)
+    return a_RI, b_RO.T
 
 
 def _settings(config: Config, modules: _Modules) -> dict[str, Any]:
-    lora = config.lora
+    lora, dense = config.lora, config.model.dense_layers
     # `peft` finds a module in every layer by these names; GPT-2 has two called `c_proj`.
-    targets = {".".join(name.split(".")[-2:]): products for name, products in modules.items()}
+    targets = {".".join(name.split(".")[-2:]): products for (name, _), products in modules.items()}
     several = {target: len(products) for target, products in targets.items() if len(products) > 1}
     (turned,) = {place.turned for products in modules.values() for place in products.values()}
     return {
@@ -120,7 +113,8 @@ def _settings(config: Config, modules: _Modules) -> dict[str, Any]:
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": [*targets],
-        "layers_to_transform": [*_layers(config)] if config.model.dense_layers else None,
+        # Not the first layers of a mixture, which are dense.
+        "layers_to_transform": [*range(dense, config.model.num_layers)] if dense else None,
         "rank_pattern": {target: count * lora.rank for target, count in several.items()},
         "alpha_pattern": {target: count * lora.alpha for target, count in several.items()},
         "fan_in_fan_out": not turned,

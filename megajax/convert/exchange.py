@@ -46,7 +46,7 @@ class Exchange:
     dialect: str  # selects the names of options in config.json (`HuggingFaceName`)
     heads: Mapping[str, Head]  # by `model.head`
     shared: Mapping[str, TensorPlace]  # places of the weights of the ends, except those in a head's own table
-    blocks: Mapping[str, TensorPlace]  # places of the weights of every layer
+    blocks: Mapping[str, TensorPlace]  # places of the weights of every layer, except those of the next
     # Options that have only one value in this class, in addition to those of our family. Options that are mentioned
     # nowhere here must have their defaults.
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -55,6 +55,7 @@ class Exchange:
     # Values of named options if the field is missing; None: it may be null.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     parts: tuple[OptionGroup, ...] = ()  # options that do not map to fields one to one
+    linear: Mapping[str, TensorPlace] = field(default_factory=dict)  # the same of layers with linear attention
     # Places of the weights of the first layers of a mixture, which are dense.
     dense: Mapping[str, TensorPlace] = field(default_factory=dict)
     # Places of the weights of prediction modules, except those of their layers, which are as the others'; and a
@@ -71,6 +72,8 @@ class Exchange:
     kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     spelling: Spelling = lambda _: str  # as in `TensorPlaces`, like the next
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Tensor of a layer in memory -> those on disk, one after the other: transformers writes equal parts, and reads any.
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def architecture(self, model: ModelConfig) -> str:
         """The class that loads a model."""
@@ -158,6 +161,11 @@ class Exchange:
         head = self.heads[model.head]
         weights = {named(path) for path in weight_paths(model)}
         extra = self.of_model(model)
+        of_layers = {
+            f"{kind}/{name}" if kind else name: replace(place, of=kind)
+            for kind in model.kinds
+            for name, place in (self.linear if model.is_linear(kind) else {**self.blocks, **extra}).items()
+        }
         dense = {
             f"dense_blocks/{name}": replace(place, of="dense_blocks") for name, place in {**self.dense, **extra}.items()
         }
@@ -175,7 +183,7 @@ class Exchange:
         copies = {copy: name for copy, name in {**self.copies, **head.copies}.items() if copy not in names}
         return TensorPlaces(
             shared=shared,
-            blocks={name: place for name, place in {**self.blocks, **extra}.items() if ("blocks", name) in weights},
+            blocks={name: place for name, place in of_layers.items() if ("blocks", name) in weights},
             copies=copies | written,
             written_copies=written,
             unused=(*self.unused, *head.unused),

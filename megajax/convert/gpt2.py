@@ -17,13 +17,10 @@ def _spelling(there: Collection[str]) -> Callable[[str], str]:
     return lambda name: name.removeprefix(_PREFIX)
 
 
-def _product(ours: str, theirs: str, dims: str, third: int | None = None) -> dict[str, TensorPlace]:
+def _product(ours: str, theirs: str, dims: str, part: int = 0, parts: str = "") -> dict[str, TensorPlace]:
     """Weight and bias of a `Conv1D`, whose weight is [in, out] like ours."""
-    weight, bias = (
-        TensorPlace(f"{_LAYER}{theirs}.weight", dims, third),
-        TensorPlace(f"{_LAYER}{theirs}.bias", dims[-1], third),
-    )
-    return {f"{ours}/weight": weight, f"{ours}/bias": bias}
+    names = {"weight": dims, "bias": dims[-1]}
+    return {f"{ours}/{name}": TensorPlace(f"{_LAYER}{theirs}.{name}", d, part, parts) for name, d in names.items()}
 
 
 EXCHANGE = Exchange(
@@ -62,9 +59,9 @@ EXCHANGE = Exchange(
     },
     blocks={
         **norm("attention_norm", f"{_LAYER}ln_1"),
-        **_product("attention/query", "attn.c_attn", "DJ", 0),
-        **_product("attention/key", "attn.c_attn", "DJ", 1),
-        **_product("attention/value", "attn.c_attn", "DJ", 2),
+        **_product("attention/query", "attn.c_attn", "DJ", 0, "QGG"),
+        **_product("attention/key", "attn.c_attn", "DJ", 1, "QGG"),
+        **_product("attention/value", "attn.c_attn", "DJ", 2, "QGG"),
         **_product("attention/output", "attn.c_proj", "DD"),
         **norm("mlp_norm", f"{_LAYER}ln_2"),
         **_product("mlp/up", "mlp.c_fc", "DF"),

@@ -106,7 +106,12 @@ class StoredWeights:
         for name, parts in self._places.fused_tensors(config).items():
             if name in stored:
                 self._tensors.split(name, parts)
-        for name in self._places.shapes(config):
+        shapes = self._places.shapes(config)
+        for whole, names in exchange.joined.items():
+            for n in range(config.num_layers):
+                rows = {part: shapes[part][0] for part in (name.format(layer=n) for name in names) if part in shapes}
+                self._tensors.divide(whole.format(layer=n), rows)
+        for name in shapes:
             if {f"{name}_blocks", f"{name}_scales"} <= stored.keys():
                 self._tensors.widen(name)
         self._spelled = self._places.spelling(stored)
@@ -122,7 +127,7 @@ class StoredWeights:
             untied = self._places.shared.get("output")
             if untied and untied.name not in stored and exchange.copies.get(untied.name) in stored:
                 self._tensors.share(untied.name, exchange.copies[untied.name])
-        shapes = {name: shape for name, shape in self._places.shapes(config).items() if name not in missing}
+        shapes = {name: shape for name, shape in shapes.items() if name not in missing}
         self._check(exchange, {self._spelled(name): shape for name, shape in shapes.items()})
         dtypes = {name: self._tensors.dtype(self._spelled(name)) for name in shapes}
         sizes = {dtype: sum(math.prod(shapes[n]) for n in shapes if dtypes[n] == dtype) for dtype in DTYPES}

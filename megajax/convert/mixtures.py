@@ -100,9 +100,10 @@ class JoinedExpertFields(ExpertFields):
             "mlp/router/weight": TensorPlace(f"{router}weight", "ED", turned=True),
             "mlp/router/logit_bias": TensorPlace(f"{router}bias", "E"),
         }
-        for ours, name, dims, turn in (("gate", gate, "DY", 0), ("up", up, "DY", 1), ("down", down, "XD", None)):
-            places[f"mlp/{ours}/weight"] = TensorPlace(f"{experts}{name}", f"E{dims}", turn=turn)
-            places[f"mlp/{ours}/bias"] = TensorPlace(f"{experts}{name}_bias", f"E{dims[1]}", turn=turn)
+        products = ("gate", gate, "DY", 0, "11"), ("up", up, "DY", 1, "11"), ("down", down, "XD", 0, "")
+        for ours, name, dims, part, parts in products:
+            places[f"mlp/{ours}/weight"] = TensorPlace(f"{experts}{name}", f"E{dims}", part, parts)
+            places[f"mlp/{ours}/bias"] = TensorPlace(f"{experts}{name}_bias", f"E{dims[1]}", part, parts)
         return places
 
 

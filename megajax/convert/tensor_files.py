@@ -55,7 +55,8 @@ class _Stored(NamedTuple):
     path: Path
     file: Any
     name: str  # there
-    part: tuple[int, slice] | None = None  # its own part of that one: an index, and rows
+    part: tuple[int, slice] | slice | None = None  # its own part of that one: an index, and rows
+    joined: "tuple[_Stored, ...]" = ()  # of several, one after the other
     scales: "_Stored | None" = None  # where those of its blocks are, if it is in MXFP4
 
 
@@ -109,6 +110,23 @@ class TensorFiles:
                 own = slice(rows * number, rows * (number + 1))
                 self._files[part], self.shapes[part] = stored._replace(part=(index, own)), (rows, shape[2])
 
+    def divide(self, whole: str, rows: Mapping[str, int]) -> None:
+        """Replace a tensor, or those with these names one after the other, by others of these rows. What does not add
+        up stays."""
+        names = [name for name in (whole, *rows) if name in self._files]
+        shapes = [self.shapes[name] for name in names]
+        if len({shape[1:] for shape in shapes}) != 1 or sum(math.prod(shape[:1]) for shape in shapes) != sum(
+            rows.values()
+        ):
+            return
+        stored, first = tuple(self._files.pop(name) for name in names), 0
+        for name in names:
+            self.shapes.pop(name)
+        for name, number in rows.items():
+            part, first = slice(first, first + number), first + number
+            self._files[name] = stored[0]._replace(joined=stored, part=part)
+            self.shapes[name] = number, *shapes[0][1:]
+
     def widen(self, name: str) -> None:
         """Replace MXFP4 blocks and scales, [E, O, G, 16] and [E, O, G] bytes, by the weights [E, I, O] that they stand
         for: in a block 32 numbers of 4 bits, two in a byte, with one scale."""
@@ -155,7 +173,12 @@ class TensorFiles:
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """One tensor, in fp32."""
         stored = self._files[name]
-        raw = stored.file.get_slice(stored.name)[stored.part] if stored.part else stored.file.get_tensor(stored.name)
+        if stored.joined:
+            raw = np.concatenate([each.file.get_tensor(each.name) for each in stored.joined])[stored.part]
+        else:
+            raw = (
+                stored.file.get_slice(stored.name)[stored.part] if stored.part else stored.file.get_tensor(stored.name)
+            )
         tensor: npt.NDArray[np.float32] = raw.astype(np.float32)
         if stored.scales:
             tensor = _widened(raw, stored.scales.file.get_tensor(stored.scales.name))

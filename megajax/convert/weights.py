@@ -4,8 +4,9 @@ Their tensors have no head dims, there is one per layer, and the vocabulary is n
 and made one by one. Letters: V vocabulary, T positions, C classes, D model, Q queries of all heads, G keys or values of
 all their heads, H heads, J queries, keys and values together, K head size, O values of all query heads, F feed-forward,
 E experts, X an expert's feed-forward, Y twice that, S a shared expert's, L layers; of latent attention, R the input of
-queries, Z the latent, W that with the shared key, U keys without it and values of all heads; P two times D; a digit is
-a literal size.
+queries, Z the latent, W that with the shared key, U keys without it and values of all heads; P two times D; of linear
+attention, k keys of all heads, v values, c queries, keys and values together, h heads, s a head's values, t taps; a
+digit is a literal size.
 """
 
 import dataclasses
@@ -37,11 +38,12 @@ class TensorPlace:
 
     name: str  # their tensor; contains `{layer}` for a layer's weight, and also `{expert}` for an expert's
     dims: str  # theirs, in letters and digits
-    third: int | None = None  # which third of the last dim; None: all of it
-    turn: int | None = None  # which of two weights that take turns in the last dim; None: all of it
+    part: int = 0  # which of the `parts`
+    parts: str = ""  # in letters, what weights have of the outputs, in turns to the end; empty: this one has all
     turned: bool = False  # theirs is [out, in], like a PyTorch `Linear`, ours [in, out]
-    # What has it: the layers that stages divide, the first ones, which are dense, or prediction modules.
-    of: Literal["blocks", "dense_blocks", "prediction"] = "blocks"
+    # What has it: the layers of a kind that stages divide (`ModelConfig.kinds`), the first ones, which are dense
+    # (`dense_blocks`), or prediction modules (`prediction`).
+    of: str = ""
     # Where theirs has rotary features in pairs, of which ours has the first ones before all second ones: among the last
     # outputs of each head, or of all.
     pairs: Literal["", "in heads", "at the end"] = ""
@@ -50,13 +52,22 @@ class TensorPlace:
         """The names of its tensors, each with its index in our weight: layer and expert, or nothing for a weight of the
         ends."""
         dense, last = config.dense_layers, config.num_layers
-        numbers_of = {"blocks": (dense, last), "dense_blocks": (0, dense)}
-        first, end = numbers_of.get(self.of, (last, last + config.prediction_modules))
-        words = {"layer": end - first, "expert": config.num_experts}
-        stacked = {word: count for word, count in words.items() if f"{{{word}}}" in self.name}
-        for index in np.ndindex(*stacked.values()):
-            numbers = dict(zip(stacked, index, strict=True))
-            yield index, self.name.format(**{word: n + first * (word == "layer") for word, n in numbers.items()})
+        layers = {kind: [dense + n for n in numbers] for kind, numbers in config.kinds.items()}
+        layers |= {"dense_blocks": [*range(dense)], "prediction": [*range(last, last + config.prediction_modules)]}
+        numbers = {"layer": layers.get(self.of, []), "expert": [*range(config.num_experts)]}
+        stacked = {word: each for word, each in numbers.items() if f"{{{word}}}" in self.name}
+        for index in np.ndindex(*map(len, stacked.values())):
+            found = zip(stacked.items(), index, strict=True)
+            yield index, self.name.format(**{word: each[n] for (word, each), n in found})
+
+    def own(self, outputs: Tensor, config: ModelConfig) -> Tensor:
+        """A view of what this weight has of their outputs, the last dim, in which parts that take several turns have
+        one more dim before them."""
+        if not self.parts:
+            return outputs
+        sizes = [dim_sizes(config)[letter] for letter in self.parts]
+        first = sum(sizes[: self.part])
+        return outputs.reshape(*outputs.shape[:-1], -1, sum(sizes))[..., first : first + sizes[self.part]]
 
     def in_halves(self, tensor: Tensor, config: ModelConfig) -> Tensor:
         """Their tensor with rotary features in our order."""
@@ -89,6 +100,22 @@ def norm(ours: str, theirs: str) -> dict[str, TensorPlace]:
     return {f"{ours}/scale": TensorPlace(f"{theirs}.weight", "D"), f"{ours}/bias": TensorPlace(f"{theirs}.bias", "D")}
 
 
+def dim_sizes(config: ModelConfig) -> dict[str, int]:
+    """Sizes of dims by their letters."""
+    queries, keys = (heads * config.head_size for heads in (config.num_heads, config.num_kv_heads))
+    sizes = {"V": config.vocab_size, "T": config.sequence_length, "D": config.hidden_size, "F": config.mlp_size}
+    sizes |= {"Q": queries, "G": keys, "J": queries + 2 * keys, "K": config.head_size}
+    sizes |= {"E": config.num_experts, "X": config.expert_size, "C": config.num_classes, "1": 1, "2": 2}
+    values, rotary = config.num_heads * config.value_head_size, config.rotary_size
+    sizes |= {"O": values, "R": config.query_latent_size or config.hidden_size, "S": config.shared_expert_size}
+    sizes |= {"H": config.num_heads, "P": 2 * config.hidden_size, "Y": 2 * config.expert_size}
+    sizes |= {"Z": config.latent_size, "W": config.latent_size + rotary}
+    sizes |= {"U": queries - config.num_heads * rotary + values}
+    keys, values = config.linear_key_heads * config.linear_key_size, config.linear_heads * config.linear_value_size
+    sizes |= {"k": keys, "v": values, "c": 2 * keys + values, "h": config.linear_heads}
+    return sizes | {"s": config.linear_value_size, "t": config.linear_convolution}
+
+
 @dataclass(frozen=True)
 class TensorPlaces:
     """The places of all weights of a model, by our names."""
@@ -107,15 +134,7 @@ class TensorPlaces:
 
     def shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of the model by name, except copies and unused ones."""
-        queries, keys = (heads * config.head_size for heads in (config.num_heads, config.num_kv_heads))
-        sizes = {"V": config.vocab_size, "T": config.sequence_length, "D": config.hidden_size, "F": config.mlp_size}
-        sizes |= {"Q": queries, "G": keys, "J": queries + 2 * keys, "K": config.head_size}
-        sizes |= {"E": config.num_experts, "X": config.expert_size, "C": config.num_classes, "1": 1, "2": 2}
-        values, rotary = config.num_heads * config.value_head_size, config.rotary_size
-        sizes |= {"O": values, "R": config.query_latent_size or config.hidden_size, "S": config.shared_expert_size}
-        sizes |= {"H": config.num_heads, "P": 2 * config.hidden_size, "Y": 2 * config.expert_size}
-        sizes |= {"Z": config.latent_size, "W": config.latent_size + rotary}
-        sizes |= {"U": queries - config.num_heads * rotary + values}
+        sizes = dim_sizes(config)
         places = [*self.shared.values(), *self.blocks.values()]
         shapes = {place: tuple(sizes[dim] for dim in place.dims) for place in places}
         return {name: shape for place, shape in shapes.items() for _, name in place.tensors(config)}
@@ -150,7 +169,7 @@ def weight_of(
     whole = np.zeros(shape, np.float32)
     place = (places.blocks if part == "blocks" else places.shared)[name]
     for index, tensor in place.tensors(config):
-        ours = _ours(place, place.in_halves(read(tensor), config))
+        ours = _ours(place, place.in_halves(read(tensor), config), config)
         if index:
             whole[index] = ours.reshape(shape[len(index) :])
         else:
@@ -177,7 +196,7 @@ def tensors_of(
         for index, name in own_places[0].tensors(config):
             tensor = np.empty(shapes[name], np.float32)
             for place, weight in zip(own_places, weights, strict=True):
-                ours = _ours(place, tensor)  # a view
+                ours = _ours(place, tensor, config)  # a view
                 ours[...] = (weight[index] if index else weight[: len(ours)]).reshape(ours.shape)
             tensor = own_places[0].in_pairs(tensor, config)
             for each in (name, *(copy for copy, of in places.written_copies.items() if of == name)):
@@ -212,8 +231,6 @@ def named(path: Any) -> tuple[str, str]:
     return part, "/".join(keys)
 
 
-def _ours(place: TensorPlace, tensor: Tensor) -> Tensor:
+def _ours(place: TensorPlace, tensor: Tensor, config: ModelConfig) -> Tensor:
     """The part of a tensor that belongs to our weight, with dims in our order but without head dims."""
-    ours = tensor if place.third is None else np.split(tensor, 3, axis=-1)[place.third]
-    ours = ours if place.turn is None else ours[..., place.turn :: 2]
-    return ours.T if place.turned else ours
+    return place.own(np.moveaxis(tensor, 0, -1) if place.turned else tensor, config)
