@@ -139,7 +139,8 @@ class Estimate:
             return max(found, key=lambda each: sum(each[kind] for kind in TIMES))
         if operation == "call" or operation.startswith("async"):
             return sum((self._of(each, times) for each in called), Counter())
-        inside = self.computations[called[0]] if operation == "fusion" else [match]
+        fused = operation in ("fusion", "fusion-start")
+        inside = self.computations[called[0]] if fused else [match]
         for each in inside:
             if each.group(4) == "dot" or "cublas" in each.group(6):
                 return Counter(products=self._product(each))
@@ -148,7 +149,7 @@ class Estimate:
         if operation in FREE or operation.endswith("-done"):
             return Counter()
         moved = array_bytes(type_) + sum(array_bytes(self.types.get(each, "")) for each in _names(operands))
-        if operation == "fusion":
+        if fused:
             moved = self._fusion(called[0])
         return Counter(bytes=moved, kernels=moved / COPIES, calls=int("mosaic" in rest))
 
