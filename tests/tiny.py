@@ -38,6 +38,8 @@ LATENT = LLAMA | {  # DeepSeek's, with every size of attention different from th
     **{"num_kv_heads": 0, "head_size": 8, "rotary_size": 2, "value_size": 6, "latent_size": 5, "query_latent_size": 7},
     **{"rope_score_scale": 1.0},
 }
+LINEAR = {"linear_heads": 4, "linear_key_heads": 2, "linear_key_size": 3, "linear_value_size": 2, "linear_chunk": 4}
+LINEAR |= {"linear_convolution": 3, "linear_write": 2.0}
 GPT_OSS = {"attention_sinks": True, "bias": "all", "activation": "swiglu-clamped", "swiglu_limit": 0.5}  # its own words
 MIXTURE = LLAMA | {"num_experts": 8, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 8}
 

@@ -20,7 +20,6 @@ from megajax.plan.machines import MACHINES, Machine, peak_of
 from megajax.plan.whole_run import WholeRun, tokens_of
 from megajax.settings.config import MOST_SIMULATED, Config
 from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
-from megajax.settings.option_errors import as_flag
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import check_no_auto, validate_imagined
 from megajax.start.launch import imagine_devices, peak_resident_bytes
@@ -62,9 +61,6 @@ def main(argv: Sequence[str]) -> None:
     preset, overrides = load_preset(args.preset), parser.overrides(args)
     config = resolve(preset, overrides)
     check_no_auto(config)
-    if config.model.linear_heads:
-        flag = as_flag("model.linear_heads", config.model.linear_heads)
-        raise UserError(f"{flag}: plan does not know linear attention yet; valid: --model.linear-heads 0")
     machines = _machines(args, config.precision)
     run = WholeRun(tokens_of(getattr(args, "tokens", "")) or 0.0, getattr(args, "price", 0.0))
     if run.price and not run.tokens:

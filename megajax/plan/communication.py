@@ -320,7 +320,7 @@ class _Step(Sizes):
         """Shapes of the sums of a weight's gradients that are reduced together, given that of one layer's: those of all
         layers, or during the last backward pass each one's of its chunk, meanwhile those of the same chunk on stages
         that do not run it, and those of the other chunks; in both places those of the head."""
-        layers, pipeline = self.layers_of_chunk, self.config.pipeline
+        layers, pipeline = self.layers_of_chunk * (weight.stack.run if weight.stack else 1), self.config.pipeline
         if not (self.overlaps_reductions and (weight.stack or self._head_note(weight))):
             yield weight.on_stage(shape), ONCE
             return
@@ -344,7 +344,7 @@ class _Step(Sizes):
         if not weight.late:
             yield weight.stage_shape(weight.per_step), ONCE
             return
-        number = self.layers_of_chunk * self.config.pipeline.chunks if weight.stack else 1
+        number = self.layers_of_chunk * weight.stack.run * self.config.pipeline.chunks if weight.stack else 1
         yield weight.shard, Occurrences(number * (1 + (self.config.mesh.pipe > 1)), number)
 
     def _loads(self) -> Iterator[Communication]:
@@ -394,8 +394,9 @@ def _axes_of(weight: Weight) -> frozenset[str]:
 
 
 def _sharded_per_use(room: str, weights: Iterable[Weight]) -> list[Weight]:
-    """Those of a room that ZeRO-3 gathers for every use."""
-    return [weight for weight in weights if weight.path[0] == room and weight.computed != NOT_SHARDED]
+    """Those of a room that ZeRO-3 gathers for every use; of a period each as often as it has slots for such layers."""
+    found = (weight for weight in weights if weight.path[0] == room and weight.computed != NOT_SHARDED)
+    return [weight for weight in found for _ in range(weight.stack.run if weight.stack else 1)]
 
 
 @lru_cache(maxsize=256)

@@ -1,8 +1,10 @@
 """What a layer and the ends of a model save, compute and send on a device, for any number of rows: the results of
 `plan/traced.py`."""
 
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from math import prod
 
 from megajax.core.program.weight import Shape
@@ -37,6 +39,9 @@ class Kept:
     """Saved arrays."""
 
     operands: tuple[Operand, ...]
+
+    def __add__(self, other: "Kept") -> "Kept":
+        return Kept(self.operands + other.operands)
 
     def num_bytes(self, rows: int) -> int:
         """Bytes for a microbatch of this many rows."""
@@ -90,6 +95,10 @@ class LayerCost:
     backward: tuple[Sent, ...]
     weight_gradients: tuple[Sent, ...]
 
+    def __add__(self, other: "LayerCost") -> "LayerCost":
+        """One layer after the other."""
+        return LayerCost(*map(operator.add, vars(self).values(), vars(other).values()))
+
     @property
     def products(self) -> tuple[Product, ...]:
         """The products of all regions."""
@@ -115,8 +124,13 @@ class EndsCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The traced costs of a configuration: a layer, a layer without recomputation, and the ends."""
+    """The traced costs of a configuration: by kinds of layers how many slots a period has, a layer, and one without
+    recomputation; and the ends."""
 
-    layer: LayerCost
-    without_remat: LayerCost
+    kinds: Mapping[str, tuple[int, LayerCost, LayerCost]]
     ends: EndsCost
+
+    @cached_property
+    def layer(self) -> LayerCost:
+        """All slots of a period, which is a layer if all are of one kind."""
+        return reduce(operator.add, (layer for slots, layer, _ in self.kinds.values() for _ in range(slots)))

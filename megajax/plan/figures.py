@@ -8,6 +8,7 @@ from megajax.core.models.flops import step_flops
 from megajax.core.models.registry import FAMILIES
 from megajax.core.models.staged import count_active_parameters, count_parameters
 from megajax.core.program.program import training_way
+from megajax.core.program.weight import stacks_of
 from megajax.plan.communication import communication, sent_by_axes, totals
 from megajax.plan.compiled import Compilation, scanned
 from megajax.plan.expert_loop import ExpertLoop
@@ -52,7 +53,7 @@ def figures(
         "devices": config.mesh.num_devices,
         "parameters": count_parameters(config.model),
         "active_parameters": count_active_parameters(config.model),
-        "layers": model.sizes.placement.counts.ravel().tolist(),
+        "layers": sum((stack.layer_index >= 0).sum(-1) for stack in stacks_of(config).values()).ravel().tolist(),
         "padding": padding(config, needed),
         "memory": asdict(needed) | {"total": needed.total, "usable": machine.usable, "of_gpu": machine.memory},
         "fits": needed.total <= machine.usable,
@@ -150,7 +151,8 @@ def _layers(plan: dict[str, Any], config: Config) -> list[str]:
     """The layers of stages that are padded to the fullest, and what that costs."""
     placement = Sizes(config).placement
     most, size = placement.layers_per_chunk, plan["padding"] / GIB
-    return [f"  layers {placement}, padded to {most}: up to {size:.3f} hold none"] if placement.padded else []
+    unit = "layers" if "" in config.model.kinds else "periods"
+    return [f"  {unit} {placement}, padded to {most}: up to {size:.3f} hold none"] if placement.padded else []
 
 
 def _communication(plan: dict[str, Any]) -> list[str]:

@@ -218,7 +218,7 @@ class Temporaries:
         self._gathers = step.zero == 3 and mesh.zero_shards > 1  # gathers weights for every use
         self._residuals = cost.layer.residuals.num_bytes(self._rows)  # of a layer
         weights = step.held.weights
-        self._layer_weights = sum(prod(w.whole) for w in weights if w.stack)  # elements in a layer
+        self._stacked = [weight for weight in weights if weight.stack]
         self._end_weights = [prod(w.whole) for w in weights if not w.stack]
         self._modules = step.config.model.num_predicting
         self._module_weights = sum(prod(w.whole) for w in weights if w.path[1] == PREDICTION and self._modules)
@@ -241,14 +241,18 @@ class Temporaries:
         gradients."""
         logits = (1 + self._modules) * prod(self.cost.ends.logits.shape(self._rows))
         table = max(self._end_weights) * (1 + self._gathers)
-        kept = self._modules * self.cost.without_remat.residuals.num_bytes(self._rows) * self._ratio
-        layers = kept + max(map(self._region, self.cost.layer.regions), default=0) if self._modules else 0
+        _, layer, plain = [*self.cost.kinds.values()][-1]
+        kept = self._modules * plain.residuals.num_bytes(self._rows) * self._ratio
+        layers = kept + max(map(self._region, layer.regions), default=0) if self._modules else 0
         return self._wide * (logits * (1 + self._on_cpu) + table + self._module_weights) + layers
 
     def _backward(self, step: Sizes) -> int:
-        """The chunk's residuals, taken out of their slot, and one layer's backward."""
+        """The chunk's residuals, taken out of their slot, and of two kinds those of a run in one of its periods; and a
+        layer's backward."""
         chunk = step.layers_of_chunk * self._residuals if self._piped else 0
-        return chunk + self._one_layer + self._reduced(step)
+        runs = [slots * layer.residuals.num_bytes(self._rows) for slots, layer, _ in self.cost.kinds.values()]
+        run = max(runs) if len(runs) > 1 < step.layers_of_chunk else 0
+        return chunk + run + self._one_layer + self._reduced(step)
 
     def _reduced(self, step: Sizes) -> int:
         """The layers' reduced gradients, if the last backward pass makes them."""
@@ -267,15 +271,22 @@ class Temporaries:
 
     @cached_property
     def _one_layer(self) -> int:
+        """The backward of a layer of the kind that needs most."""
+        return max(map(self._of_kind, self.cost.kinds))
+
+    def _of_kind(self, kind: str) -> int:
         """A layer's backward: what is recomputed, the gradients of its input and output, and its largest region; with
         ZeRO-3 also its gathered weights and their gradients."""
-        plain, layer = self.cost.without_remat, self.cost.layer
+        _, layer, plain = self.cost.kinds[kind]
         again = plain.residuals.num_bytes(self._rows) - layer.residuals.num_bytes(self._rows)
         entered = prod(self.step.whole) * self.step.item
-        gathered = self._layer_weights * (self._wide + self.step.summed) if self._gathers else 0
-        return self._ratio * (again + 2 * entered) + max(map(self._region, layer.regions), default=0) + gathered
+        weights = sum(prod(weight.whole) for weight in self._stacked if kind in ("", *weight.path))
+        gathered = weights * (self._wide + self.step.summed) if self._gathers else 0
+        linear = self.step.config.model.is_linear(kind)
+        region = max((self._region(each, linear) for each in layer.regions), default=0)
+        return self._ratio * (again + 2 * entered) + region + gathered
 
-    def _region(self, region: Region) -> int:
+    def _region(self, region: Region, linear: bool = False) -> int:
         """A region's backward: the results of its first products with their gradients, and the input of its last
         product with its gradient. Without attention the former are saved already, and the output's gradient is
         needed."""
@@ -284,9 +295,21 @@ class Temporaries:
         consumed, result = last[0] * last[1], last[0] * last[2]
         if region.products[0].experts and not self.step.config.model.expert_capacity:
             return self._blocks(region)
+        if region.attends and linear:
+            return self._wide * 2 * (produced + consumed) + self._chunks()
         if region.attends:
             return self._wide * 2 * (produced + consumed) + self._scores() + self._gathered_keys()
         return self._wide * (produced + 2 * consumed + result)
+
+    def _chunks(self) -> int:
+        """Linear attention's backward: the arrays of a segment's chunks (`core/models/delta_chunks.py`) with their
+        gradients, and the other tokens' queries, keys and values with theirs."""
+        model, (rows, length, _) = self.step.config.model, self.step.whole
+        pieces = 2 if self.step.way == "gather" else 1
+        key, value, chunk = model.linear_key_size, model.linear_value_size, min(model.linear_chunk, length // pieces)
+        heads, segment = rows * model.linear_heads // self.step.config.mesh.tensor, min(4 * chunk * pieces, length)
+        of_segment = segment * (8 * key + 5 * value + 6 * chunk)
+        return 2 * self.step.wide * heads * (of_segment + (length - segment) * (2 * key + value))
 
     def _blocks(self, region: Region) -> int:
         """Backward through products of experts in blocks (`core/models/grouped.py`), for the rows of the whole expert

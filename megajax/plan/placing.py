@@ -1,11 +1,14 @@
 """How many layers every stage holds so that a step is shortest: `--pipeline.layers auto`.
 
 The last virtual stage also computes the head, so it gets fewer layers. The embedding costs much less than a layer: all
-others get equally many, and what is left over goes to those that come first, as in an even placement.
+others get equally many, and what is left over goes to those that come first, as in an even placement. If layers are of
+two kinds, what is placed are periods.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from operator import itemgetter
 
 import numpy as np
@@ -24,9 +27,10 @@ def placed(config: Config, machine: Machine) -> Config:
     the machine's memory or, if none fits, that needs least."""
     if config.pipeline.layers != "auto":
         return config
-    even = Placement(config.model.num_blocks, config.mesh.pipe, config.pipeline.chunks)
+    periods = config.model.layers_of_periods
+    even = Placement(len(periods), config.mesh.pipe, config.pipeline.chunks)
     splits = dict.fromkeys([_numbers(even), *_splits(even.num_layers, even.num_virtual)])
-    possible = [replace(config, pipeline=_with_layers(config.pipeline, split)) for split in splits]
+    possible = [replace(config, pipeline=_with_layers(config.pipeline, periods, split)) for split in splits]
     backend = backend_of(machine)
     cost = step_cost(possible[0], backend)
 
@@ -40,10 +44,10 @@ def placed(config: Config, machine: Machine) -> Config:
 def fewer_beside_the_head(model: StepModel, pipeline: PipelineConfig) -> list[PipelineConfig]:
     """Placements in which the busiest stage has less to do than in an even one: the best that needs no more slots, and
     one that needs more if that is better."""
-    num_layers = model.config.model.num_blocks
+    periods = model.config.model.layers_of_periods
     return [
-        _with_layers(pipeline, split)
-        for split in _fewer(num_layers, model.config.mesh.pipe, pipeline.chunks, model.head_in_layers)
+        _with_layers(pipeline, periods, split)
+        for split in _fewer(len(periods), model.config.mesh.pipe, pipeline.chunks, model.head_in_layers)
     ]
 
 
@@ -68,8 +72,10 @@ def _numbers(placement: Placement) -> tuple[int, ...]:
     return tuple(placement.counts.ravel().tolist())
 
 
-def _with_layers(pipeline: PipelineConfig, numbers: tuple[int, ...]) -> PipelineConfig:
-    return replace(pipeline, layers=",".join(map(str, numbers)))
+def _with_layers(pipeline: PipelineConfig, periods: Sequence[int], numbers: tuple[int, ...]) -> PipelineConfig:
+    """With this many periods on every virtual stage."""
+    of_stages = (periods[end - number : end] for number, end in zip(numbers, accumulate(numbers), strict=True))
+    return replace(pipeline, layers=",".join(str(sum(layers)) for layers in of_stages))
 
 
 def _splits(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:

@@ -340,16 +340,15 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
 
 def _selects_free(config: Config, costs: "_Costs") -> bool:
     """Whether selective recomputation takes no time in these models: it recomputes no product and no collective."""
-    cost = costs.cost(replace(config, train=replace(config.train, remat="selective")))
-    plain, layer = cost.without_remat, cost.layer
-    return (layer.regions, layer.backward) == (plain.regions, plain.backward)
+    kinds = costs.cost(replace(config, train=replace(config.train, remat="selective"))).kinds.values()
+    return all((layer.regions, layer.backward) == (plain.regions, plain.backward) for _, layer, plain in kinds)
 
 
 def _pipelines_of(config: Config, fixed: frozenset[str]) -> Iterator[PipelineConfig]:
     """Every schedule and chunk count whose table and buffers can be computed quickly."""
     mesh, train = config.mesh, config.train
     m = train.global_batch // (mesh.row_shards * train.microbatch)
-    for pipeline in _pipelines(config.pipeline, mesh.pipe, config.model.num_blocks):
+    for pipeline in _pipelines(config.pipeline, mesh.pipe, len(config.model.layers_of_periods)):
         other = [key for key in ("schedule", "chunks") if getattr(pipeline, key) != getattr(config.pipeline, key)]
         if not fixed.isdisjoint(f"pipeline.{key}" for key in other) or not has_table(pipeline, mesh.pipe, m):
             continue
@@ -372,7 +371,7 @@ def _sizes(
     for pipeline in pipelines:
         by_slots: dict[int, tuple[int, Memory]] = {}  # bytes, and those by part, by slots per chunk
         for placed in _placed(pipeline, layers, config, model):
-            slots = Placement.of(config.model.num_blocks, mesh.pipe, placed).layers_per_chunk
+            slots = Placement.of(config.model.layers_of_periods, mesh.pipe, placed).layers_per_chunk
             if slots not in by_slots:
                 needed = needs.memory(replace(config, pipeline=placed))
                 by_slots[slots] = needed.total, needed

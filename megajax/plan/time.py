@@ -113,7 +113,10 @@ class StepModel:
         self.sizes = Sizes(config)
         train, cut = config.train, (config.sequence_parallel, config.splits_vocabulary)
         like = train.remat, train.microbatch, cut, scans_layers(config, GPU)
-        self.work = shared.once(("work", *like), lambda: StepWork(config, self.sizes, machine, cost))
+        self._kinds = shared.once(
+            ("work", *like), lambda: [StepWork(config, self.sizes, machine, cost, kind) for kind in cost.kinds]
+        )
+        self.work = self._kinds[-1]  # with layers like those of prediction modules
         zero, scan = config.optimizer.zero, config.model.scan_layers
         around = shared.once(("around", cut, zero, config.mesh.replica, scan), lambda: self._timed(self._around()))
         sent = train.remat, train.microbatch, cut, zero == 3 and config.mesh.replica, self.sizes.defers
@@ -163,7 +166,7 @@ class StepModel:
     def least(self) -> float:
         """Seconds of a step if all stages had equally much to do and none waited: no schedule and no placement of the
         layers is faster."""
-        layers = self.config.model.num_blocks * sum(visit.total for visit in self._layer)
+        layers = len(self.config.model.layers_of_periods) * sum(visit.total for visit in self._layer)
         work = layers + sum(visit.total for visit in self._ends.values())
         return self.sizes.microbatches * work / self.config.mesh.pipe + sum(self._once.values())
 
@@ -177,7 +180,7 @@ class StepModel:
         """The loop over microbatches: seconds by part of the busiest stage, its waiting time and p2p transfers; how
         long every stage works; and the share of the busiest one's waiting."""
         sizes, m, pipe = self.sizes, self.sizes.microbatches, self.config.mesh.pipe
-        layers = Placement.of(self.config.model.num_blocks, pipe, pipeline).counts.astype(float)
+        layers = Placement.of(self.config.model.layers_of_periods, pipe, pipeline).counts.astype(float)
         forwards, backwards, laters = (layers * visit.total for visit in self._layer)
         together = {name: visit.total if sizes.splits_vocabulary else 0.0 for name, visit in self._ends.items()}
         if not sizes.splits_vocabulary:
@@ -231,7 +234,7 @@ class StepModel:
             return everything
         others, last = sizes.layers_of_chunk - 1, self._layer[2].total if sizes.defers else backward
         found = self._by_part.get("gradients", [])
-        of_layer = sum(seconds for each, seconds in found if each.sent > 1)
+        of_layer = sum(seconds * each.sent for each, seconds in found if each.sent > 1) / sizes.layers_of_chunk
         of_head = sum(seconds for each, seconds in found if OF_HEAD in each.purpose)
         of_head, of_layer = (min(seconds * overlap.reductions, last) for seconds in (of_head, of_layer))
         return max(everything, of_head + others * of_layer)
@@ -245,18 +248,25 @@ class StepModel:
         if not self.sizes.gathers_late:
             return 0.0
         of_head = sum(seconds for op, seconds in gathers if OF_HEAD in op.purpose)
-        of_layer = sum(seconds for op, seconds in gathers if op.sent > 1)
-        return min(of_head * share, forward) + (self.sizes.layers_of_chunk - 1) * min(of_layer * share, forward)
+        sizes, gathered = self.sizes, sum(seconds * op.sent for op, seconds in gathers if op.sent > 1)
+        of_layer = gathered / (sizes.layers_of_chunk * self.config.pipeline.chunks)
+        return min(of_head * share, forward) + (sizes.layers_of_chunk - 1) * min(of_layer * share, forward)
 
     def _seconds(self, part: str) -> float:
         return sum(seconds * each.sent for each, seconds in self._by_part.get(part, []))
 
     def _visits_of_a_layer(self) -> tuple[Seconds, Seconds, Seconds]:
-        """A layer's forward, its backward, and its weight gradients, deferred or not."""
-        later, again = self.work.weight_gradients, self.work.layer_again
+        """The forward of a layer, or of a mean period, its backward, and its weight gradients, deferred or not."""
+        number, kinds = len(self.config.model.layers_of_periods), self.config.model.kinds
+
+        def mean(part: str) -> Seconds:
+            parts = (getattr(work, part).times(len(kinds[work.kind]) / number) for work in self._kinds)
+            return sum(parts, start=Seconds())
+
+        later = mean("weight_gradients")
         beside = 0.0 if self.sizes.defers else later.products
-        forward = self._visit("layers forward", self.work.layer_forward)
-        backward = self._visit("layers backward", self.work.layer_backward + again, beside)
+        forward = self._visit("layers forward", mean("layer_forward"))
+        backward = self._visit("layers backward", mean("layer_backward") + mean("layer_again"), beside)
         return forward, backward, self._visit("weight gradients", later)
 
     def _visits_of_ends(self) -> dict[str, Seconds]:

@@ -24,6 +24,7 @@ from megajax.core.axes import EXPERT, ROW_AXES, TENSOR
 from megajax.core.backend import Backend
 from megajax.core.mesh import RULES
 from megajax.core.models.staged import StagedModel
+from megajax.core.models.turns import ALL
 from megajax.core.optim.config import OptimizerConfig
 from megajax.core.parallel.collectives import PIPE, vary
 from megajax.core.pipeline.buffers import idle
@@ -70,13 +71,20 @@ def step_cost(config: Config, backend: Backend, *, scaled: bool = False) -> Step
     first = _one_microbatch(alike, "layer" if gathers_once else "none", config.splits_vocabulary)
     found = _scaled if scaled else _traced
     ends = found(first, backend, _ends_cost, _permutes(config))
-    layer, plain = (layer_cost(config, backend, remat, scaled=scaled) for remat in (config.train.remat, "none"))
-    return StepCost(layer, plain, ends)
+
+    def of(kind: str, remat: str) -> LayerCost:
+        return layer_cost(config, backend, remat, kind, scaled)
+
+    runs = config.model.periods.items()
+    return StepCost({kind: (max(own), of(kind, config.train.remat), of(kind, "none")) for kind, own in runs}, ends)
 
 
-def layer_cost(config: Config, backend: Backend, remat: str, *, scaled: bool = False) -> LayerCost:
-    """A layer of a configuration on a kind of device, recomputing what `remat` says. Of a stage that is recomputed as a
-    whole, layers recompute nothing."""
+def layer_cost(config: Config, backend: Backend, remat: str, kind: str = "", scaled: bool = False) -> LayerCost:
+    """A layer of a kind in a configuration on a kind of device, recomputing what `remat` says. Of a stage that is
+    recomputed as a whole, layers recompute nothing."""
+    if config.model.linear_heads:
+        alike = replace(config.model, linear_layers=ALL if config.model.is_linear(kind) else "0,1")
+        config = replace(config, model=alike)
     like = _one_microbatch(config, "none" if remat == "stage" else remat)
     return (_scaled if scaled else _traced)(like, backend, _layer_cost, _permutes(config))
 
@@ -162,6 +170,7 @@ def _scaled(
     mesh, model = config.mesh, config.model
     least = 2 if config.sequence_parallel else 1  # with 1 there is nothing to split
     shares = model.num_kv_heads % (mesh.tensor * (mesh.context if training_way(config) == "heads" else 1)) == 0
+    shares = shares and not model.whole_heads(mesh.tensor)
     for axis, first in ((TENSOR, least if shares else mesh.tensor), (PIPE, 2), (EXPERT, 2)):
         times, rest = divmod(getattr(mesh, axis), first)
         if times > 2 and times % 2 == 0 and not rest:

@@ -48,13 +48,13 @@ class Seconds:
 
 
 class StepWork:
-    """The parts of a configuration's step on a machine."""
+    """The parts of a configuration's step on a machine; its layers are those of a kind."""
 
-    def __init__(self, config: Config, sizes: Sizes, machine: Machine, cost: StepCost):
-        self.config, self.sizes, self.machine = config, sizes, machine
+    def __init__(self, config: Config, sizes: Sizes, machine: Machine, cost: StepCost, kind: str):
+        self.config, self.sizes, self.machine, self.kind = config, sizes, machine, kind
         self.peak = peak_of(machine, BESIDE.get(config.precision, config.precision))
         self.operand_peak, model = peak_of(machine, config.precision), config.model
-        self.layer, self.ends = cost.layer, cost.ends
+        self.layer, self.ends, self.linear = cost.kinds[kind][1], cost.ends, model.is_linear(kind)
         self.hidden, self.tokens = model.hidden_size, prod(sizes.whole[:2])
         self.scanned = scans_layers(config, GPU)
 
@@ -192,7 +192,7 @@ class StepWork:
     def weight_gradients(self) -> Seconds:
         """Weight gradients of a layer for a microbatch, added to their sums; with LoRA, only those of adapters."""
         if self.config.lora.rank:
-            sizes = [prod(weight.whole) for weight in self.sizes.held.adapters]
+            sizes = [prod(weight.whole) for weight in self.sizes.held.adapters if self.kind in ("", *weight.path)]
             rank, rows = self.config.lora.rank, self.tokens
             products = sum(self.product(size // rank, rows, rank) for size in sizes)
             return Seconds(products, traffic=self.moved(self.machine.traffic.accumulated * sum(sizes)))
@@ -247,7 +247,7 @@ class StepWork:
         estimated to be faster."""
         model, kernel = self.config.model, self.machine.kernel
         possible = self.sizes.item == 2 and model.head_size in HEAD_SIZES and model.scores == "plain"
-        if kernel is None or not possible or model.attention not in ("auto", "kernel"):
+        if kernel is None or self.linear or not possible or model.attention not in ("auto", "kernel"):
             return None
         asked = model.attention == "kernel"
         faster = not self.layer.fused and sum(self._by_kernel(kernel)) < sum(self._by_blocks())
@@ -257,6 +257,8 @@ class StepWork:
     def _attention(self) -> tuple[float, float, float]:
         """Attention of a layer: seconds of computation forward and backward, and of the scores' memory traffic in
         both."""
+        if self.linear:
+            return self._by_chunks()
         if self.kernel is not None:
             return *self._by_kernel(self.kernel), 0.0
         return (*self._fused(), 0.0) if self.layer.fused else self._by_blocks()
@@ -278,6 +280,18 @@ class StepWork:
         forward, backward = self._fused()
         more = [self._seen * each / self.peak if self.config.model.dropout else 0.0 for each in kernel.dropped]
         return forward + more[0], backward + more[1]
+
+    def _by_chunks(self) -> tuple[float, float, float]:
+        """Linear attention (`core/models/delta_chunks.py`), in fp32: the products of a chunk, with its inverse and with
+        the state, and the arrays that they read and write; in a context group once more, for the states between pieces.
+        The backward pass computes them again, and twice as many."""
+        model, times = self.config.model, 1 if self.sizes.way == "none" else 2
+        tokens = times * self.tokens * model.linear_heads // self.config.mesh.tensor
+        key, value, chunk = model.linear_key_size, model.linear_value_size, min(model.linear_chunk, self.sizes.tokens)
+        flops = 2 * (3 * chunk * key + 2 * chunk * value + chunk**2 // 3 + 3 * key * value)
+        moved = 4 * (8 * key + 6 * value + 8 * chunk + 4 * key * value // chunk)
+        seconds = tokens * flops / (peak_of(self.machine, "fp32") * self.machine.efficiency.products)
+        return seconds, 3 * seconds, 4 * tokens * self.moved(moved)
 
     def _by_blocks(self) -> tuple[float, float, float]:
         model, passes, efficiency = self.config.model, self.machine.traffic, self.machine.efficiency

@@ -38,9 +38,8 @@ def check_values(config: Config) -> None:
     check_model(model)
     check_lora(config.lora, model)
     check_bitwise(config)
-    for key, value in (("precision", "fp8"), ("pipeline.layers", "auto")) if model.linear_heads else ():
-        if attrgetter(key)(config) == value:  # not tested; not planned
-            raise _conflict(config, key, "model.linear_heads", valid="bf16" if value == "fp8" else "even, or numbers")
+    if config.precision == "fp8" and model.linear_heads:  # not tested
+        raise _conflict(config, "precision", "model.linear_heads", valid="bf16")
     if config.train.freeze and config.lora.rank:
         raise UserError(
             f"--train.freeze {' '.join(config.train.freeze)} with --lora.rank {config.lora.rank}, which freezes all "

@@ -229,7 +229,7 @@ def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str,
     before, now = (each.get("mesh.pipe", 1) * each.get("pipeline.chunks", 1) for each in (left, left | dict(others)))
     layers = left.get("pipeline.layers", "even")
     if now != before and layers not in ("even", "auto") and layers.count(",") + 1 != now:
-        left["pipeline.layers"] = "even" if (left | dict(others)).get("model.linear_heads") else "auto"
+        left["pipeline.layers"] = "auto"
     return left | dict(others)
 
 

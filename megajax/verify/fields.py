@@ -154,12 +154,10 @@ def run_step(config: Config, backend: Backend = CPU, seed: int = 0, *, branches:
 
 
 def _in_plan(config: Config, layout: StateLayout) -> bool:
-    """Whether the plan knows what a step communicates: not for a user's loss, an optimizer of whole weights, or linear
-    attention; and in 8 bits not how many rows experts that drop nothing compute, which are rounded up to whole
-    blocks."""
+    """Whether the plan knows what a step communicates: not for a user's loss, or an optimizer of whole weights; and in
+    8 bits not how many rows experts that drop nothing compute, which are rounded up to whole blocks."""
     rounded_up = config.precision in OPERAND_DTYPE and config.model.num_experts and not config.model.expert_capacity
-    linear = config.model.linear_heads > 0
-    return loss_of(config) is None and not (layout.mixing or rounded_up or linear)
+    return loss_of(config) is None and not (layout.mixing or rounded_up)
 
 
 def _state_value(path: Any, leaf: jax.ShapeDtypeStruct) -> Value:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import jax
 import pytest
-from tiny import tiny_config, user_error
+from tiny import LINEAR, tiny_config, user_error
 
 from megajax.plan.figures import figures, text
 from megajax.plan.machines import GIB, MACHINES
@@ -16,6 +16,7 @@ from megajax.plan.search import schedule_in_words, search
 from megajax.plan.time import step_time
 from megajax.settings.config import Config, to_toml
 from megajax.settings.presets import load_preset, resolve
+from megajax.settings.validation import validate
 from megajax.training import begin
 
 H100 = MACHINES["h100"]
@@ -140,6 +141,19 @@ def test_a_search_tries_uneven_stages_and_a_split_vocabulary() -> None:
     with_too_many = with_layers(config, "1,1,10")
     said = user_error(search, with_too_many, 2, H100, given=[*given, "pipeline.layers", "pipeline.schedule"])
     assert said.startswith("--pipeline.layers 1,1,10: 3 numbers with the sum 12, with --mesh.pipe 2 and")
+
+
+def test_a_search_gives_stages_whole_periods() -> None:
+    """Of layers of two kinds, here of three, but for the last one: no more stages than there are periods."""
+    config = tiny_config(**NARROW | LINEAR | {"num_layers": 11, "linear_layers": "2,1", "global_batch": 8})
+    stays = ("mesh.tensor", "train.remat", "train.microbatch", "optimizer.zero", "model.scan_layers")
+    others = (f"pipeline.{name}" for name in ("schedule", "vocabulary", "weight_gradients", "paired_microbatches"))
+    stages = set()
+    for each in search(config, 8, H100, given=[*stays, *others]).fitting:
+        validate(each.config, 8)
+        assert each.bytes == memory(each.config).total
+        stages.add((each.base.mesh.pipe, each.pipeline.layers))
+    assert {1, 2, 4} == {pipe for pipe, _ in stages} and (2, "9,2") in stages
 
 
 def test_a_run_keeps_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:

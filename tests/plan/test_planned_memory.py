@@ -8,7 +8,7 @@ import jax
 import optax
 import pytest
 from jax.sharding import NamedSharding
-from tiny import LLAMA, MIXTURE, QWEN3, abstract_batch, full, tiny_config, tiny_program
+from tiny import LINEAR, LLAMA, MIXTURE, QWEN3, abstract_batch, full, tiny_config, tiny_program
 
 from megajax.core.backend import CPU, GPU, HOPPER
 from megajax.core.models.lora_config import LoraConfig
@@ -21,6 +21,7 @@ from megajax.plan.memory import memory
 from megajax.plan.sizes import held
 
 BERT = {"family": "bert", "layer_order": "post"}
+HYBRID = LLAMA | LINEAR | {"linear_layers": "2,1"}
 CASES = [
     ((2, 2, 2), {"precision": "bf16"}),
     ((4, 1, 2), {"zero": 0, "precision": "fp16"} | LLAMA),
@@ -35,6 +36,7 @@ CASES = [
     ((2, 1, 2, 2), {"zero": 3}),
     ((2, 1, 2), {"expert": 2, "zero": 3, "balance": "bias"} | MIXTURE),
     ((1, 2, 2), {"expert": 2} | MIXTURE),
+    ((2, 2, 2), {"zero": 3, "num_layers": 5} | HYBRID),
 ]
 
 
@@ -134,6 +136,7 @@ SIZES = {"num_layers": 8, "hidden_size": 256, "num_heads": 8, "sequence_length":
 WIDE = SIZES | {"head_size": 32, "num_kv_heads": 4, "mlp_size": 768}
 BATCH = {"microbatch": 4, "global_batch": 32}
 MIXED = MIXTURE | WIDE | BATCH | {"expert_size": 384, "shared_expert_size": 0, "expert_capacity": 1.25, "expert": 2}
+STATES = LLAMA | WIDE | BATCH | {"linear_heads": 8, "linear_key_heads": 4, "dropout": 0.0}
 NEAR = [
     ((2, 1, 2), SIZES | BATCH | {"dropout": 0.0}),
     *(
@@ -152,6 +155,10 @@ NEAR = [
             ((2, 1, 2), MIXED),
             ((1, 2, 2), MIXED | {"remat": "selective"}),
             ((2, 1, 2), MIXED | {"expert_capacity": 0.0}),
+            ((2, 1, 2), STATES),
+            ((1, 2, 2), STATES | {"linear_layers": "3,1", "remat": "selective", "sequence_parallel": True}),
+            ((1, 1, 2, 1), STATES | {"linear_layers": "3,1", "sequence_length": 1024, "context_attention": "gather"}),
+            ((2, 1, 2), STATES | {"linear_layers": "3,1", "remat": "layer", "zero": 3}),
         )
     ),
 ]
@@ -167,6 +174,7 @@ def test_it_is_within_15_percent_of_what_xla_allocates(mesh, options) -> None:
 
 
 FAMILIES = {"gpt2": {}, "llama": LLAMA, "qwen": QWEN3, "bert": BERT, "mixture": MIXTURE | {"expert_capacity": 1.25}}
+FAMILIES |= {"hybrid": HYBRID}
 MODES = {
     "none": {"remat": "none"},
     "none, split, fp64": {"remat": "none", "sequence_parallel": True, "precision": "fp64"},
@@ -177,12 +185,12 @@ MODES = {
     "heads": {"context_attention": "heads", "remat": "selective"},
     "gather, split": {"context_attention": "gather", "remat": "none", "sequence_parallel": True},
 }
-SOME = {("llama", "gather, split"), ("mixture", "selective, split")}
+SOME = {("llama", "gather, split"), ("hybrid", "selective, split"), ("mixture", "selective, split")}
 TRACED = [
     pytest.param(family, mode, marks=() if (family, mode) in SOME else pytest.mark.full)
     for family in FAMILIES
     for mode in MODES
-    if (family, mode) != ("mixture", "stage")
+    if (family, mode) not in (("mixture", "stage"), ("hybrid", "heads"), ("hybrid", "gather, split"))
 ]
 
 

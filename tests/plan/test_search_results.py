@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from test_time import CONFIG, H100
-from tiny import LLAMA, MIXTURE, QWEN3, full, tiny_config
+from tiny import LINEAR, LLAMA, MIXTURE, QWEN3, full, tiny_config
 
 from megajax.core.backend import GPU
 from megajax.core.models.flops import step_products
@@ -90,6 +90,7 @@ def test_what_saves_memory_is_tried_wherever_there_is_little(monkeypatch: pytest
         full((1, 8, 8), {"precision": "fp8"} | LLAMA),
         full((1, 8, 8), {"precision": "bf16"}),
         ((1, 2, 1), MIXTURE | {"expert": 8, "num_experts": 16}),
+        full((1, 8, 8), LLAMA | LINEAR | {"linear_heads": 16, "linear_key_heads": 8, "linear_layers": "3,1"}),
         full((1, 8, 2, 8), MIXTURE | {"expert": 8, "expert_capacity": 1.25, "dense_layers": 1}),
     ],
 )

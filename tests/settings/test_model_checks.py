@@ -129,7 +129,6 @@ def test_what_does_not_fit(preset: str, table: str, values: dict[str, Any], line
             "--sequence-parallel with --bitwise 2 and --model.linear-decay channel; valid: --no-sequence-parallel, or "
             "--bitwise 0",
         ),
-        ({"pipeline.layers": "auto"}, "--pipeline.layers auto with --model.linear-heads 4; valid: even, or numbers"),
         (
             {"mesh.context": 32, "model.sequence_length": 128},
             "--mesh.context 32 with --model.sequence-length 128, whose pieces are shorter than "
