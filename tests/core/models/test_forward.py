@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from field import loss_and_exact_gradients
 from model_in_numpy import EMBEDDING, Decoder, Transformer, cross_entropy, linear
-from tiny import GEMMA, GPT_OSS, OLMO2, drawn_params, full, hash_of, tiny_config, tiny_program
+from tiny import GEMMA, GPT_OSS, LINEAR, OLMO2, drawn_params, full, hash_of, tiny_config, tiny_program
 
 from megajax.core.batch import IGNORED
 from megajax.core.program.program import Program
@@ -179,12 +179,13 @@ def alone() -> dict[str, np.ndarray]:
     return {"tokens": tokens, "targets": targets}
 
 
-def test_loss_and_gradients_are_those_of_each_document_alone():
+@pytest.mark.parametrize("words", [{}, LINEAR | {"linear_layers": "1,1"}])
+def test_loss_and_gradients_are_those_of_each_document_alone(words: dict) -> None:
     """Of all weights, the learned positions included, exactly; on a mesh: `test_field.py`."""
     found = []
     for batch in joined(), alone():
         size = {"num_layers": 2, "global_batch": len(batch["tokens"])}
-        config = tiny_config(dropout=0.0, reset_attention="positions" in batch, **size)
+        config = tiny_config(dropout=0.0, reset_attention="positions" in batch, **size | words)
         found.append(loss_and_exact_gradients(config, batch))
     together, expected = found
     assert expected["shared/positions"].any(axis=(0, 1, 3)).all()
