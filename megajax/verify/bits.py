@@ -43,7 +43,8 @@ def numbers(config: Config, devices: Sequence[jax.Device], steps: int) -> Iterat
     state, step = program.layout.from_canonical(drawn_state(program)), train_step(program)
     for number in range(steps):
         state, metrics = step(state, placed_batch(program, number))
-        leaves = beside_the_scale(program.layout.canonical(state))
+        # Without the host's copy, XLA for CPUs may wait forever for the collectives of hundreds of small programs.
+        leaves = beside_the_scale(program.layout.canonical(jax.device_get(state)))
         yield {f"metrics/{name}": np.asarray(value) for name, value in metrics.items()} | {
             jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves
         }

@@ -42,7 +42,6 @@ from megajax.start.launch import avoid_known_faults
 avoid_known_faults()
 import jax
 jax.config.update("jax_num_cpu_devices", 16)
-jax.config.update("jax_cpu_enable_async_dispatch", False)  # as in training; else 16 devices on 2 cores wait forever
 function, arguments = pickle.load(sys.stdin.buffer)
 sys.stdout.buffer.write(pickle.dumps(function(*arguments)))
 """
