@@ -21,6 +21,7 @@ CLASSES = {
     "mistral": "MistralForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
+    "olmo_hybrid": "OlmoHybridForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
@@ -31,6 +32,7 @@ CLASSES = {
     "bert": "BertForPreTraining",
 }
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo3")
+HYBRIDS = ("olmo_hybrid",)
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 DEEPSEEKS = ("deepseek_v3", "deepseek_v2")
 ORDERS = {"megatron-bert": "pre", "bert": "post"}
@@ -63,6 +65,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _MIXTURE | {"moe_intermediate_size": 14},
     "olmoe": _MIXTURE | {"head_dim": 4},
     "olmo3": _DECODER | {"head_dim": 4},
+    "olmo_hybrid": _DECODER
+    | {"head_dim": 4, "pad_token_id": None, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    | {"linear_key_head_dim": 5, "linear_value_head_dim": 7, "linear_conv_kernel_dim": 3}
+    | {"layer_types": ["linear_attention", "full_attention"]},
     "deepseek_v3": _DEEPSEEK,
     # Transformers rotates pairs of features as complex numbers, which must have even places in memory.
     "deepseek_v2": _DEEPSEEK | {"topk_method": "group_limited_greedy", "qk_nope_head_dim": 6, "kv_lora_rank": 10},
@@ -170,13 +176,17 @@ def _decoder_shapes(fields: dict[str, Any], kind: str) -> Shapes:
         shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
     for layer in range(fields["num_hidden_layers"]):
         start = f"model.layers.{layer}."
-        norms = ["post_attention_layernorm"] + ["input_layernorm"] * (kind != "olmo3")
-        norms += ["post_feedforward_layernorm"] * (kind in ("gemma3_text", "olmo3"))
+        reordered, types = kind in ("olmo3", "olmo_hybrid"), fields.get("layer_types")
+        if kind == "olmo_hybrid" and (types[layer] == "linear_attention" if types else layer % 4 < 3):
+            shapes |= {f"{start}{name}": shape for name, shape in _olmo_delta_shapes(fields).items()}
+            continue
+        norms = ["post_attention_layernorm"] + ["input_layernorm"] * (not reordered)
+        norms += ["post_feedforward_layernorm"] * (kind == "gemma3_text" or reordered)
         for name in norms + ["pre_feedforward_layernorm"] * (kind == "gemma3_text"):
             shapes[f"{start}{name}.weight"] = (width,)
         if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             shapes |= {f"{start}self_attn.{name}_norm.weight": (size,) for name in "qk"}
-        elif kind in ("olmoe", "olmo3"):
+        elif kind == "olmoe" or reordered:
             shapes |= {f"{start}self_attn.{name}_norm.weight": (n,) for name, n in (("q", queries), ("k", keys))}
         linear: list[tuple[str, tuple[int, int], bool]] = [
             ("self_attn.q_proj", (queries, width), everywhere or kind == "qwen2"),
@@ -200,6 +210,20 @@ def _decoder_shapes(fields: dict[str, Any], kind: str) -> Shapes:
             if bias:
                 shapes[f"{start}{name}.bias"] = shape[:1]
     return shapes
+
+
+def _olmo_delta_shapes(fields: dict[str, Any]) -> Shapes:
+    """Of a layer of linear attention of OLMo hybrid."""
+    width, heads, inner = fields["hidden_size"], fields["linear_num_value_heads"], fields["intermediate_size"]
+    keys, size = fields["linear_num_key_heads"] * fields["linear_key_head_dim"], fields["linear_value_head_dim"]
+    rows = {"q": keys, "k": keys, "v": heads * size, "g": heads * size, "a": heads, "b": heads}
+    own: Shapes = {f"linear_attn.{name}_proj": (number, width) for name, number in rows.items()}
+    own |= {f"linear_attn.{name}_conv1d": (rows[name], 1, fields["linear_conv_kernel_dim"]) for name in "qkv"}
+    own |= {"linear_attn.o_proj": (width, heads * size), "mlp.down_proj": (width, inner)}
+    own |= {f"mlp.{name}_proj": (inner, width) for name in ("gate", "up")} | {"linear_attn.o_norm": (size,)}
+    own |= dict.fromkeys(("attention_layer_norm", "feedforward_layer_norm"), (width,))
+    shapes = {f"{name}.weight": shape for name, shape in own.items()}
+    return shapes | {"linear_attn.A_log": (heads,), "linear_attn.dt_bias": (heads,)}
 
 
 def _deepseek_shapes(fields: dict[str, Any], kind: str) -> Shapes:

@@ -5,15 +5,15 @@ import math
 import random
 from typing import Any
 
-from hugging_face import DECODERS, DEEPSEEKS, MIXTURES
+from hugging_face import DECODERS, DEEPSEEKS, HYBRIDS, MIXTURES
 
 Fields = dict[str, Any]
-ODD_KINDS = ("gpt2", *DECODERS, *MIXTURES, *DEEPSEEKS)
-SQUARE = ("llama", "gemma3_text", "olmo3", "olmoe")  # whose heads must divide the width
-FILLED = ("olmo3", "olmoe")  # and whose heads must add up to it
+ODD_KINDS = ("gpt2", *DECODERS, *MIXTURES, *DEEPSEEKS, *HYBRIDS)
+SQUARE = ("llama", "gemma3_text", "olmo3", "olmoe", "olmo_hybrid")  # whose heads must divide the width
+FILLED = ("olmo3", "olmoe", "olmo_hybrid")  # and whose heads must add up to it
 BY_LAYER = ("gemma3_text", "olmo3")  # rotary positions
 SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # whose windows have a switch
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def odd_model(kind: str, number: int) -> tuple[Fields, dict[str, int]]:
@@ -39,6 +39,8 @@ class _Model:
             fields = self._sizes() | (self._deepseek() if self.kind in DEEPSEEKS else self._decoder())
             if self.kind in MIXTURES:
                 fields |= self._mixture()
+            if self.kind in HYBRIDS:
+                fields |= self._linear()
             fields["rope_parameters"] = self._positions(fields["max_position_embeddings"])
         return fields, {"pipe": self.pipe, "tensor": self.tensor, "expert": self.expert}
 
@@ -48,6 +50,10 @@ class _Model:
     def _power(self, low: float, high: float) -> float:
         """A number between two powers of ten, with three digits."""
         return float(f"{10 ** self.draws.uniform(low, high):.2e}")
+
+    def _of_keys(self, heads: int) -> int:
+        """Heads of keys for these, of which a tensor group can have equal parts."""
+        return self.draws.choice([n for n in divisors(heads) if n % self.tensor == 0 or self.tensor % n == 0])
 
     def _square(self) -> int:
         """A width that the heads divide, in even parts."""
@@ -67,14 +73,13 @@ class _Model:
         }
 
     def _sizes(self) -> Fields:
-        shared = [each for each in divisors(self.heads) if each % self.tensor == 0 or self.tensor % each == 0]
         return {
             "vocab_size": self.of(11, 130),
             "max_position_embeddings": self.of(6, 40),
             "hidden_size": self._square() if self.kind in (*SQUARE, *DEEPSEEKS) else self.of(16, 60),
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads if self.kind in DEEPSEEKS else self.draws.choice(shared),
+            "num_key_value_heads": self.heads if self.kind in DEEPSEEKS else self._of_keys(self.heads),
             "intermediate_size": self.tensor * self.of(5, 30),
             "rms_norm_eps": self._power(-7, -2),
             "tie_word_embeddings": self._likely(),
@@ -107,6 +112,19 @@ class _Model:
         if self.kind in (*BY_LAYER, "gpt_oss"):
             return {"sliding_window": size} | (listed if self._likely(0.7) else {})
         return {}
+
+    def _linear(self) -> Fields:
+        """Of linear attention: its sizes, and the layers that have it, in at least one period for each stage."""
+        heads, period = self.tensor * self.of(1, 3), [LINEAR] * self.of(1, 2) + [FULL] * self.of(1, 2)
+        types = (period * 2)[: self.of(len(period) * self.pipe, 2 * len(period))]
+        return {
+            **{"num_hidden_layers": len(types), "layer_types": types, "linear_num_value_heads": heads},
+            "linear_num_key_heads": self._of_keys(heads),
+            "linear_key_head_dim": self.of(2, 9),
+            "linear_value_head_dim": self.of(2, 9),
+            "linear_conv_kernel_dim": self.of(1, 5),
+            "linear_allow_neg_eigval": self._likely(),
+        }
 
     def _chosen(self, field: str) -> Fields:
         """Numbers of experts, and of those that a token gets."""
@@ -149,7 +167,7 @@ class _Model:
         }
 
     def _positions(self, length: int) -> Fields:
-        full = self._rope(length)
+        full: Fields = {"rope_theta": None} if self.kind == "olmo_hybrid" and self._likely() else self._rope(length)
         if self.kind not in BY_LAYER:
             return full
         return {

@@ -1,6 +1,6 @@
 """Linear attention in the Hugging Face format: which layers have it, its sizes, and the places of its weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megajax.convert.parts import Lacks, OptionGroup
@@ -14,31 +14,40 @@ _DIMS = {"query": "kD", "key": "kD", "value": "vD", "write": "hD", "decay": "hD"
 _DIMS |= {"output": "Dv"}  # of products
 
 
-def linear_attention(named: Mapping[str, str], missing: Callable[[Fields], Mapping[str, Any]]) -> OptionGroup:
-    """Which layers have it, and fields by options of the same value. `missing` says what fields mean that are null or
-    missing, `layer_types` among them."""
+def linear_attention(
+    named: Mapping[str, tuple[str, Callable[[Fields], int]]],
+    missing: Callable[[Fields], Sequence[bool]],
+    epsilon: float = 0,
+) -> OptionGroup:
+    """Which layers have it, or `missing` without `layer_types`; and by options fields that have the same values, each
+    with what null means, by those before it. `epsilon` is that of the heads' norm; 0: of all norms."""
 
     def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-        fields |= {name: value for name, value in missing(fields).items() if fields.get(name) is None}
-        values = {f"model.{option}": fields.value(name, f"model.{option}") for option, name in named.items()}
+        values: dict[str, Any] = {"model.linear_norm_epsilon": epsilon}
+        for option, (name, default) in named.items():
+            fields |= {} if fields.get(name) is not None else {name: default(fields)}
+            values[f"model.{option}"] = fields.value(name, f"model.{option}")
         if "linear_key_heads" in named:
-            fields.check_divides(named["linear_key_heads"], named["linear_heads"])
-        layers, types = fields["num_hidden_layers"], fields["layer_types"]
-        if type(types) is not list or len(types) != layers or not all(each in types for each in _KINDS):
-            raise fields.refusal("layer_types", types, f"{' or '.join(_KINDS)} for each of {layers} layers, and both")
-        if other := [each for each in types if each not in _KINDS]:
-            raise fields.refusal("layer_types", other, " or ".join(_KINDS))
-        return values | {"model.linear_layers": in_turns([each == _KINDS[True] for each in types])}
+            fields.check_divides(named["linear_key_heads"][0], named["linear_heads"][0])
+        layers, types = fields["num_hidden_layers"], fields.get("layer_types")
+        listed = types if isinstance(types, list) else []
+        linear = missing(fields) if types is None else [each == _KINDS[True] for each in listed if each in _KINDS]
+        if not len(linear) == layers == len(listed or linear) or len({*linear}) < 2:
+            valid = f"{' or '.join(_KINDS)} for each of {layers} layers, both of them"
+            raise fields.refusal("layer_types", types, valid)
+        return values | {"model.linear_layers": in_turns(linear)}
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        values = {name: getattr(model, option) for option, name in named.items()}
+        values = {name: getattr(model, option) for option, (name, _) in named.items()}
         return values | {"layer_types": [_KINDS[each] for each in model.linear]}
 
     def lacks(model: ModelConfig) -> Lacks:
         heads = {} if model.linear_heads else {"linear_heads": model.num_heads}
-        return heads | ({"linear_layers": "3,1"} if heads or all(model.linear) else {})
+        other = model.linear_norm_epsilon != (epsilon or model.norm_epsilon) and not heads
+        norm = {"linear_norm_epsilon": epsilon} if other else {}
+        return heads | norm | ({"linear_layers": "3,1"} if heads or all(model.linear) else {})
 
-    return OptionGroup((*named, "linear_layers"), read, write, lacks)
+    return OptionGroup((*named, "linear_layers", "linear_norm_epsilon"), read, write, lacks)
 
 
 def linear_places(

@@ -214,9 +214,10 @@ def open_source(
     settings.update(("precision", ours) for ours, theirs in TORCH_DTYPES.items() if theirs == named)
     config = resolve(_RECIPE | settings, overrides, decay_follows=False)
     length = settings["model.sequence_length"]
-    if config.model.sequence_length > (length if config.model.rotary else 0) and "model.sequence_length" in overrides:
-        valid = f"{length} or less, the positions in config.json" if config.model.rotary else "without it"
-        positions = "" if config.model.rotary else ", whose positions are learned"
+    learned = config.model.positions == "learned"
+    if config.model.sequence_length > (0 if learned else length) and "model.sequence_length" in overrides:
+        valid = "without it" if learned else f"{length} or less, the positions in config.json"
+        positions = ", whose positions are learned" if learned else ""
         flag = f"--model.sequence-length {config.model.sequence_length}"
         raise UserError(f"{flag} with {folder}{positions}; valid: {valid}")
     weights = StoredWeights(folder, config.model, exchange, adapter)

@@ -1,20 +1,23 @@
-"""Llama, Qwen2, Qwen3, Mistral, Gemma 3 and OLMo 3, and the mixtures Qwen3-MoE, Mixtral, OLMoE and GPT-OSS:
-transformers' `…ForCausalLM`. They differ in biases, windows, norms and MLPs, and in what missing fields mean."""
+"""Llama, Qwen2, Qwen3, Mistral, Gemma 3, OLMo 3 and hybrid, and the mixtures Qwen3-MoE, Mixtral, OLMoE and GPT-OSS:
+`…ForCausalLM` of transformers. They differ in biases, windows, norms and MLPs, and in what missing fields mean."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Literal
 
 from megajax.convert.exchange import Exchange, Head
+from megajax.convert.hybrids import linear_attention, linear_places
 from megajax.convert.mixtures import GPT_OSS, MIXTRAL, OLMOE, QWEN3_MOE, ExpertFields
 from megajax.convert.parts import Lacks, OptionGroup, lacks_divisible_heads, rope, rope_by_layer, words
 from megajax.convert.settings import Fields
-from megajax.convert.weights import TensorPlace, linear
+from megajax.convert.weights import TensorPlace, linear, spelling
 from megajax.convert.windows import Window
 from megajax.core.models.config import ModelConfig
 
 LAYER = "model.layers.{layer}."
 _NO_WINDOW = Window(never=True)
+_DELTA = f"{LAYER}linear_attn."
 # The norms of attention and MLP, by the order of a layer: the first ones, and those after them.
 _NORMS = {
     "pre": (("input_layernorm", "post_attention_layernorm"),),
@@ -22,7 +25,7 @@ _NORMS = {
         ("input_layernorm", "pre_feedforward_layernorm"),
         ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
-    "reordered": (("post_attention_layernorm", "post_feedforward_layernorm"),),
+    **dict.fromkeys(("reordered", "pre-reordered"), (("post_attention_layernorm", "post_feedforward_layernorm"),)),
 }
 MLP = {
     **linear("mlp/gate", f"{LAYER}mlp.gate_proj", "FD"),
@@ -55,6 +58,9 @@ class _Kind:
     query_scalar: int = 0  # if `query_pre_attn_scalar` is missing; 0: there is no such field
     experts: ExpertFields | None = None  # instead of MLPs
     parts: tuple[OptionGroup, ...] = ()  # other options that this class alone has
+    linear: Mapping[str, TensorPlace] = field(default_factory=dict)  # as in `Exchange`, like the next
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    spelled: tuple[tuple[str, str], ...] = ()  # pairs for `spelling`
     kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # as in `Exchange`
     model_type: str = ""  # its value in config.json; empty: the name in lower case
 
@@ -155,6 +161,12 @@ def read_dropout(fields: Fields, overrides: Mapping[str, Any]) -> dict[str, floa
     raise fields.refusal("attention_dropout", rate, "0, or --model.dropout X, which is not of attention only")
 
 
+def _all_but_every_fourth(fields: Fields) -> list[bool]:
+    """Or all but the last, of fewer layers."""
+    layers = fields["num_hidden_layers"]
+    return [n % min(4, layers) < min(3, layers - 1) for n in range(layers)]
+
+
 def _exchange(kind: _Kind) -> Exchange:
     return Exchange(
         family="decoder",
@@ -177,8 +189,8 @@ def _exchange(kind: _Kind) -> Exchange:
             OptionGroup(("dropout",), read_dropout, lambda model: {"attention_dropout": model.dropout}),
             rope_by_layer(kind.rope_theta, kind.window.theta, "rope_local_base_freq" if kind.window.local else "")
             if kind.window.theta
-            else rope(kind.rope_theta, missing=kind.rope_scaling),
-            kind.window.options(),
+            else rope(kind.rope_theta, missing=kind.rope_scaling, may_lack=bool(kind.linear)),
+            *(() if kind.linear else (kind.window.options(),)),
             *((_query_scalar(kind.query_scalar),) if kind.query_scalar else ()),
             *(kind.experts.parts() if kind.experts else ()),
             *kind.parts,
@@ -189,10 +201,12 @@ def _exchange(kind: _Kind) -> Exchange:
             "output": TensorPlace("lm_head.weight", "VD"),
         },
         blocks=kind.blocks(),
+        linear=kind.linear,
+        joined=kind.joined,
         copies={"lm_head.weight": "model.embed_tokens.weight"},
         unused=(f"{LAYER}self_attn.rotary_emb.inv_freq",),  # older versions stored the angles
         quantized=kind.experts.quantized if kind.experts else "",
-        spelling=kind.experts.spelling if kind.experts else lambda _: str,
+        spelling=kind.experts.spelling if kind.experts else spelling(*kind.spelled),
         fused=kind.experts.fused(LAYER) if kind.experts else {},
         kept=kind.kept,
     )
@@ -225,6 +239,52 @@ _KINDS = (  # a model that fits several is exported as the first of them
         rope_theta=500_000.0,
         norm_epsilon=1e-5,
         options={"layer_order": "reordered"},
+    ),
+    _Kind(
+        "OlmoHybrid",
+        query_key_norm="width",
+        heads="fill",
+        options={"layer_order": "pre-reordered"},
+        fixed={"sliding_window": None},
+        parts=(
+            linear_attention(
+                {
+                    "linear_heads": ("linear_num_value_heads", itemgetter("num_attention_heads")),
+                    "linear_key_heads": ("linear_num_key_heads", itemgetter("num_attention_heads")),
+                    "linear_key_size": (
+                        "linear_key_head_dim",
+                        lambda fields: 3 * fields["hidden_size"] // (4 * fields["linear_num_key_heads"]),
+                    ),
+                    "linear_value_size": ("linear_value_head_dim", lambda fields: 2 * fields["linear_key_head_dim"]),
+                    "linear_convolution": ("linear_conv_kernel_dim", lambda _: 4),
+                },
+                _all_but_every_fourth,
+                1e-5,
+            ),
+            words("linear_write", "linear_allow_neg_eigval", {True: 2.0, False: 1.0}),
+        ),
+        linear={
+            "attention_norm/scale": TensorPlace(f"{LAYER}attention_layer_norm.weight", "D"),
+            "mlp_norm/scale": TensorPlace(f"{LAYER}feedforward_layer_norm.weight", "D"),
+            **linear_places(
+                _DELTA,
+                {
+                    **{name: f"{name[0]}_proj" for name in ("query", "key", "value", "output")},
+                    **{"write": "b_proj", "decay": "a_proj", "attention_gate": "g_proj"},
+                },
+                "o_norm",
+                joined=False,
+            ),
+            **MLP,
+        },
+        kept=dict.fromkeys(("bf16", "fp16"), ("A_log",)),
+        joined={f"{_DELTA}conv1d.weight": tuple(f"{_DELTA}{name}_conv1d.weight" for name in "qkv")},
+        spelled=(
+            ("attention_layer_norm", "input_layernorm"),
+            ("feedforward_layer_norm", "post_attention_layernorm"),
+            ("post_attention_layernorm", "feedforward_layer_norm"),
+        ),
+        model_type="olmo_hybrid",
     ),
     _Kind(
         "Mixtral",

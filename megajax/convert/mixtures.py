@@ -1,13 +1,13 @@
 """The experts of a decoder in the Hugging Face format, in which every product of every expert is a tensor of its own on
 disk. In memory transformers 5 fuses them, and `save_pretrained` can write that too."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megajax.convert.parts import Lacks, OptionGroup
 from megajax.convert.settings import Fields
-from megajax.convert.weights import TensorPlace
+from megajax.convert.weights import Spelling, TensorPlace, spelling
 from megajax.core.models.config import ModelConfig
 
 
@@ -67,14 +67,10 @@ class ExpertFields:
         gate, up, down = self._names(layer)
         return {f"{layer}mlp.experts.gate_up_proj": (gate, up), f"{layer}mlp.experts.down_proj": (down,)}
 
-    def spelling(self, names: Collection[str]) -> Callable[[str], str]:
+    @property
+    def spelling(self) -> Spelling:
         """In memory the router is in `mlp` in all classes."""
-
-        def spelled(name: str) -> str:
-            in_memory = name.replace(f".{self.module}.gate.", ".mlp.gate.")
-            return in_memory if in_memory in names else name
-
-        return spelled
+        return spelling((f".{self.module}.gate.", ".mlp.gate."))
 
     def places(self, layer: str) -> dict[str, TensorPlace]:
         """The places of a layer's weights; `layer` as in `fused`."""

@@ -66,7 +66,7 @@ class Origin:
     def put_into(self, settings: dict[str, dict[str, Any]], model: ModelConfig) -> None:
         """Let what the model came with replace values in the JSON files to export."""
         settings["config.json"] |= self.tokens
-        if model.rotary:  # no weight depends on the number of positions
+        if model.positions != "learned":  # no weight depends on the number of positions
             settings["config.json"]["max_position_embeddings"] = max(model.sequence_length, self.length)
         if self.generation:
             settings[_GENERATION] = self.generation

@@ -24,7 +24,7 @@ class OptionGroup:
     lacks: Callable[[ModelConfig], Lacks] = lambda _: {}  # model -> those options whose values it cannot represent
 
 
-def words(option: str, field: str, ours: Mapping[str, str]) -> OptionGroup:
+def words(option: str, field: str, ours: Mapping[Any, Any]) -> OptionGroup:
     """An option whose values have other names there: `ours` by theirs. A missing field means the first."""
 
     def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
         scaling.pop(_ATTENTION, None)
     if model.rope_score_scale:
         scaling[_SCALES[1]] = model.rope_score_scale
-    theta = {"rope_theta": model.rope_theta}
+    theta = {"rope_theta": model.rope_theta if model.rotary else None}
     return theta | {
         "rope_scaling": scaling if model.rope_scaling != "none" else None,
         "rope_parameters": scaling | theta,
@@ -178,17 +178,25 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
 _ROPE_OPTIONS = ("rope_theta", "rope_scaling", *dict.fromkeys(ChainMap(*_SCALINGS.values()).values()))
 
 
-def rope(default: float, *, scores: bool = False, missing: Mapping[str, Any] | None = None) -> OptionGroup:
+def rope(
+    default: float, *, scores: bool = False, missing: Mapping[str, Any] | None = None, may_lack: bool = False
+) -> OptionGroup:
     """Rotary positions; `default` is the base of the angles if it is missing, and `missing` their scaling. With
-    `scores` scaling may multiply scores too."""
+    `scores` scaling may multiply scores too, with `may_lack` a null base means that there are no positions."""
 
     def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         section = fields.section("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
         if not section and fields.get("rope_parameters") is None:
             section |= missing or {}
+        if may_lack and (section if "rope_theta" in section else fields).get("rope_theta", default) is None:
+            return {"model.positions": "none"}
         return _read_rope(fields, section, default) | (_read_scores(section) if scores else {})
 
-    return OptionGroup((*_ROPE_OPTIONS, *["rope_score_scale"] * scores), read, _write_rope)
+    def lacks(model: ModelConfig) -> Lacks:
+        return {"positions": "rotary"} if may_lack and model.positions == "learned" else {}
+
+    options = (*_ROPE_OPTIONS, *["rope_score_scale"] * scores, *["positions"] * may_lack)
+    return OptionGroup(options, read, _write_rope, lacks)
 
 
 def rope_by_layer(default: float, in_window: float, local: str = "") -> OptionGroup:

@@ -116,6 +116,15 @@ def dim_sizes(config: ModelConfig) -> dict[str, int]:
     return sizes | {"s": config.linear_value_size, "t": config.linear_convolution}
 
 
+def spelling(*pairs: tuple[str, str]) -> Spelling:
+    """Names may have the second of a pair in place of the first."""
+
+    def of(there: Collection[str]) -> Callable[[str], str]:
+        return lambda name: next((other for other in (name.replace(*pair) for pair in pairs) if other in there), name)
+
+    return of
+
+
 @dataclass(frozen=True)
 class TensorPlaces:
     """The places of all weights of a model, by our names."""

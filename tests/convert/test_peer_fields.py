@@ -11,6 +11,7 @@ from hugging_face import CLASSES, ORDERS, SETTINGS
 from megajax.convert.families import EXCHANGES, exchange_of
 from megajax.convert.origin import Origin
 from megajax.convert.settings import Fields
+from megajax.settings.presets import load_preset, resolve
 
 pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
@@ -31,6 +32,8 @@ HARMLESS: dict[str, Any] = {  # fields that change no logits, each with another 
     "label2id": {"A": 0, "B": 1},
     "output_router_logits": True,  # adds to the loss, as `router_aux_loss_coef` says
     "attention_chunk_size": 2,
+    **{"linear_a_log_min": 1.0, "linear_a_log_max": 9.0, "linear_dt_min": 0.01},  # of fresh weights
+    **{"linear_dt_max": 0.2, "linear_dt_init_floor": 1e-3},
     **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), 1),  # of modules for further tokens
     **dict.fromkeys(("summary_first_dropout", "summary_last_dropout"), 0.5),  # of other heads
     **dict.fromkeys(("summary_use_proj", "summary_proj_to_labels"), False),
@@ -96,6 +99,18 @@ def test_every_field_is_read_or_known_to_be_harmless(kind: str, tmp_path: Path) 
     Origin.of(fields, "", "fp32", 0, {})
     unknown = fields_of(kind) - fields.looked_up - harmless_of(kind).keys()
     assert not unknown, sorted(unknown)
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind", "settings"), [("olmo-hybrid-7b", "olmo_hybrid", {"rope_parameters": {"rope_theta": None}})]
+)
+def test_a_preset_is_what_the_class_is_by_default(preset: str, kind: str, settings: dict, tmp_path: Path) -> None:
+    """Except for the `settings` of the published model, and a shorter sequence."""
+    by_default = getattr(transformers, CLASSES[kind]).config_class().to_dict()
+    fields = Fields(tmp_path / "config.json", by_default | settings)
+    model, found = resolve(load_preset(preset)).model, exchange_of(fields).read_settings(fields, {})
+    assert model.sequence_length < found.pop("model.sequence_length")
+    assert {name: getattr(model, name.removeprefix("model.")) or 0 for name in found} == found
 
 
 def test_the_table_names_nothing_else() -> None:

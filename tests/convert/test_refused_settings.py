@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hugging_face import LLAMA3, YARN, refusal, write_model
 
-TYPES = '"gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo3", "mixtral", "qwen3_moe", "olmoe", '
-TYPES += '"gpt_oss", "deepseek_v3", "deepseek_v2", "megatron-bert", "bert"'
+TYPES = '"gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo3", "olmo_hybrid", "mixtral", "qwen3_moe", '
+TYPES += '"olmoe", "gpt_oss", "deepseek_v3", "deepseek_v2", "megatron-bert", "bert"'
 COMMON_RATE = r"all the same, or --model\.dropout"
 
 # The model, and its head after a blank; a field of its config.json, its value, what would be valid.
@@ -56,6 +56,10 @@ FIELDS: list[tuple[str, str, Any, str]] = [
     ("mixtral", "quantization_config", {"quant_method": "mxfp4"}, "null, with weights in F32, F16 or BF16"),
     ("gpt_oss", "swiglu_limit", 0, "a finite number, more than 0"),
     ("olmoe", "head_dim", 8, "null, 4"),
+    ("olmo_hybrid", "linear_allow_neg_eigval", 1, "true, false"),
+    ("olmo_hybrid", "linear_key_head_dim", 0, "more than 0"),
+    ("olmo_hybrid", "layer_types", ["linear_attention"] * 2, "full_attention or linear_attention .* both of them"),
+    ("olmo_hybrid", "linear_num_value_heads", 5, "a multiple of it"),
     ("bert", "model_type", "roberta", TYPES),
     ("bert", "architectures", ["BertModel"], r'\["BertForPreTraining"\], \["BertForMaskedLM"\]'),
     ("bert", "hidden_act", "gelu_new", '"gelu"'),

@@ -14,6 +14,7 @@ from hugging_face import (
     BIASES,
     DECODERS,
     DEEPSEEKS,
+    HYBRIDS,
     MIXTURES,
     ORDERS,
     SETTINGS,
@@ -60,16 +61,18 @@ NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
         ("gpt_oss", "bfloat16", {"swiglu_limit": 5.5, "sliding_window": 7}),
         ("deepseek_v3", "float16", {"q_lora_rank": None, "num_nextn_predict_layers": 1}),
         full("deepseek_v2", "bfloat16", {}),
+        ("olmo_hybrid", "bfloat16", {}),
     ],
 )
 @pytest.mark.slow
 def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """In several files: the identical tensors, the class, the settings, what ends a generation, the tokenizer."""
     folder, run, back = tmp_path / "hf", tmp_path / "run", tmp_path / "back"
-    rotary = kind in DECODERS or kind in MIXTURES or kind in DEEPSEEKS
+    rotary = kind in (*DECODERS, *MIXTURES, *DEEPSEEKS, *HYBRIDS)
     decodes, settings = kind not in ORDERS, settings | IDS if rotary else settings
     tensors = random_tensors(kind, NAMES[dtype], **settings)
-    tensors |= {name: each.astype(np.float32) for name, each in tensors.items() if name.endswith("correction_bias")}
+    in_fp32 = "correction_bias", "A_log"
+    tensors |= {name: each.astype(np.float32) for name, each in tensors.items() if name.endswith(in_fp32)}
     write_model(folder, kind, tensors, **settings)
     if decodes:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "temperature": 0.6}))

@@ -102,6 +102,12 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), YARN)},
         {"window_layers": "all", "window_rope_theta": 0.0, "rope_scaling": "yarn", "rope_theta": 5e5},
     ),
+    (
+        "olmo_hybrid",
+        {"num_hidden_layers": 6, "layer_types": None, "linear_allow_neg_eigval": False, "rope_theta": None},
+        {"linear_layers": "3,1", "positions": "none", "layer_order": "pre-reordered", "linear_write": 1.0}
+        | {"linear_norm_epsilon": 1e-5, "norm_epsilon": 1e-6, "linear_heads": 4, "linear_key_heads": 2},
+    ),
     ("gemma3_text", OLDER, {"window_rope_theta": 9.0, "rope_original_length": 24}),
     ("olmo3", OLDER, {"window_rope_theta": 5e5, "rope_original_length": 24}),
     ("olmo3", {"sliding_window_pattern": 2, "num_hidden_layers": 4}, {"window_layers": "3,1"}),
@@ -172,6 +178,10 @@ def test_what_older_files_lack(tmp_path: Path) -> None:
     assert open_source(tmp_path).config.model.hidden_size == 24
     write_model(tmp_path, "qwen3", without=["head_dim"])
     assert "valid: [768, 24], by config.json" in refusal(tmp_path)  # 128, as Qwen3 has it
+    sizes = {"linear_num_value_heads": 6, "linear_num_key_heads": 6, "linear_key_head_dim": 3}
+    sizes |= {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 4}
+    write_model(tmp_path, "olmo_hybrid", random_tensors("olmo_hybrid", **sizes), without=sizes)
+    assert open_source(tmp_path).config.model.linear_value_size == 6
     write_model(tmp_path, "gpt2", attn_pdrop=0.1, without=["resid_pdrop"])
     assert open_source(tmp_path, {"model.dropout": 0.3}).config.model.dropout == 0.3
     write_model(tmp_path, "megatron-bert", architectures=None, attention_probs_dropout_prob=0.2)

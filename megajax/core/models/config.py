@@ -247,9 +247,10 @@ class Transformer:
         float, "standard deviation of the initial weights", above(0, 100), NOTHING, HuggingFaceName("initializer_range")
     ] = 0.02
     layer_order: Annotated[
-        Literal["pre", "post", "sandwich", "reordered"],
+        Literal["pre", "post", "sandwich", "reordered", "pre-reordered"],
         "norms before attention and MLP (pre), after the residual addition (post), both before attention and MLP and "
-        "after them (sandwich), or only after them, before the addition (reordered)",
+        "after them (sandwich), only after them, before the addition (reordered), or so except in layers of linear "
+        "attention, which have them before (pre-reordered)",
         WEIGHTS,
     ] = "pre"
     head: Annotated[

@@ -2,7 +2,7 @@
 
 As in the paper's figure 7, a norm comes before each of the two, inside the residual branch ("pre", (b)), or after the
 addition ("post", (a)). Others have one at the end of the branch, too ("sandwich", Gemma), or only there ("reordered",
-OLMo 2). Letters: B batch, T tokens, D model.
+OLMo 2), or there unless they have linear attention ("pre-reordered", OLMo hybrid). Letters: B batch, T tokens, D model.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,6 +47,8 @@ class Block(nnx.Module):
         linear: bool = False,
     ):
         self.boundary, self.order, self.windowed = boundary, config.layer_order, config.windowed
+        if self.order == "pre-reordered":
+            self.order = "pre" if linear else "reordered"
         self.attention_norm, self.mlp_norm = norm_of(config), norm_of(config)
         if self.order == "sandwich":
             self.attention_output_norm, self.mlp_output_norm = norm_of(config), norm_of(config)

@@ -27,7 +27,9 @@ class FamilyEntry:
 
 DECODER = "decoder"
 FAMILIES = {
-    DECODER: FamilyEntry("megajax.core.models.decoder.model", layer_orders=("pre", "sandwich", "reordered")),
+    DECODER: FamilyEntry(
+        "megajax.core.models.decoder.model", layer_orders=("pre", "sandwich", "reordered", "pre-reordered")
+    ),
     "bert": FamilyEntry(
         "megajax.core.models.bert.model",
         samples="pairs",

@@ -47,7 +47,9 @@ BESIDE = {
 KINDS = {
     "1f1b": (
         (1, 2, 2),
-        HYBRID | {"sequence_parallel": True, "remat": "stage", "freeze": ("embedding,layers.0-1,layers.4.attention",)},
+        HYBRID
+        | {"sequence_parallel": True, "remat": "stage", "freeze": ("embedding,layers.0-1,layers.4.attention",)}
+        | {"layer_order": "pre-reordered"},
     ),
     "interleaved": (
         (1, 2, 1),
