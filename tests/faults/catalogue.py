@@ -6,7 +6,7 @@ their tests.
 """
 
 from fault import Caught, Fault
-from tiny import GPT_OSS, LATENT, MIXTURE
+from tiny import GPT_OSS, LATENT, LINEAR, MIXTURE
 
 from megajax.core.models.lora_config import LoraConfig
 
@@ -48,6 +48,8 @@ FEW_KEYS = {
     **{"head_size": 4, "num_kv_heads": 2, "mlp_size": 24, "sliding_window": 5},
 }
 ON_SHARED_KEYS = {"mesh": (1, 1, 4), **FEW_KEYS}
+ON_LINEAR = ON_CONTEXT | LINEAR
+ON_KINDS = LINEAR | {"mesh": (1, 2, 1), "linear_layers": "1,1", "num_layers": 8, "weight_gradients": "deferred"}
 
 
 def types(message: str, on: dict) -> Caught:
@@ -80,6 +82,78 @@ def tests(arguments: str) -> Caught:
 VARYING = "varying"
 DOUBLED = "(lambda y, n: n * y - (n - 1) * lax.stop_gradient(y))"  # on n devices: n times the gradient
 MEAN_OVER_TENSOR = "(lax.pmean if 'tensor' in axes else lax.psum)(tree, axes)"
+
+STATES, CHUNKS = "ungated_heads of layer 0, forward", "models.delta_chunks."
+CACHED = named("no difference in the step: exact generation with a cache: ", ON_DATA | LINEAR)
+LIKE_PEERS = tests("tests/core/models/test_peer_delta.py -m peer -k olmo")
+NORMALIZED = "x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + _EPSILON)"
+OF_LINEAR = {
+    "a document does not begin anew on the last device of a context group": (
+        "models.delta._Pieces.positions", "place_1T - select(first_BT)",
+        "place_1T - select(first_BT) + (axis_index(CONTEXT) == 1).astype('int32')",
+        named(STATES, ON_LINEAR | ON_DOCUMENTS),
+    ),
+    "convolutions see the piece behind": (
+        "models.delta._Pieces.last_before", "flat[:-1]", "flat[1:]", named(STATES, ON_LINEAR),
+    ),
+    "second pieces have the states of other devices": (
+        "models.delta._Pieces._in_order", "every[::-1, 1]", "every[:, 1]", named(STATES, ON_LINEAR),
+    ),
+    "a state is not passed on to the next segment": (
+        f"{CHUNKS}delta_rule.step", 'checkpoint_name(state_BHKV, "attention_statistics")',
+        "0 * state_BHKV + first_BHKV", named(STATES, ON_LINEAR | {"linear_chunk": 1}),
+    ),
+    "halves of the inverse come in the other order": (
+        f"{CHUNKS}unit_inverse", "exactly(exactly(second, lower_CC[..., half:, :half]), first)",
+        "exactly(exactly(first, lower_CC[..., half:, :half]), second)", named(STATES, ON_LINEAR),
+    ),
+    "a token's decay changes what it writes itself": (
+        f"{CHUNKS}decayed_products", "row > column", "row >= column", named(STATES, ON_LINEAR),
+    ),
+    "what a chunk leaves has the decays of earlier tokens": (
+        f"{CHUNKS}_behind", "decay_C[..., 1:, :]", "decay_C[..., :-1, :]", named(STATES, ON_LINEAR),
+    ),
+    "heads of values have another group's keys": (
+        f"{CHUNKS}Tokens.prepared", f"jnp.repeat({NORMALIZED}, value.shape[1] // x.shape[1], 1)",
+        f"jnp.tile({NORMALIZED}, (1, value.shape[1] // x.shape[1], 1, 1))", named(STATES, ON_TENSOR | LINEAR),
+    ),
+    "keys that devices share are convolved as the first head's": (
+        "models.delta.DeltaAttention._convolved", "own(self.key_taps[...], 1)",
+        "self.key_taps[...][:, : own(self.key_taps[...], 1).shape[1]]",
+        named(STATES, {"mesh": (1, 1, 4)} | LINEAR),
+    ),
+    "a prompt's padding changes the state": (
+        "models.delta.DeltaAttention.__call__", 'context.cache == "new" and real_BT is not None', "False", CACHED,
+    ),
+    "after a prompt convolutions see its padding": (
+        "models.delta.DeltaAttention.__call__", "kept or real_BT is None", "True", CACHED,
+    ),
+    "the weight gradients of a chunk's periods wait in one place": (
+        "pipeline.kinds.LayersOfKinds._summed_up.slot_of",
+        "slot * self._periods + number - chunk * self._periods", "slot * self._periods + 0 * number",
+        gradient("blocks/", ON_KINDS),
+    ),
+    "convolutions see the document before": (
+        "models.delta._convolution", "position_RT >= back", "position_RT >= 0",
+        tests("tests/core/models/test_delta.py -k order"),
+    ),
+    "decays have the dtype of activations": (
+        "models.delta._decays", "at_least_fp32(raw_RTHG.dtype)", "raw_RTHG.dtype",
+        tests("tests/core/models/test_delta.py -k decays"),
+    ),
+    "what is written lacks its factor": (
+        "models.delta.DeltaAttention.__call__",
+        "self.config.linear_write * _sigmoid(pieces.rows(write_BTH)[..., None])",
+        "_sigmoid(pieces.rows(write_BTH)[..., None])", LIKE_PEERS,
+    ),
+    "the norm of heads has the epsilon of others": (
+        "models.delta.DeltaAttention.__init__", "config.linear_norm_epsilon", "config.norm_epsilon", LIKE_PEERS,
+    ),
+    "the gate comes before the norm": (
+        "models.delta.DeltaAttention.__call__", "_gated(self.norm(heads_BTHV), gate_BTHV, self.config.linear_gate)",
+        "self.norm(_gated(heads_BTHV, gate_BTHV, self.config.linear_gate))", LIKE_PEERS,
+    ),
+}  # fmt: skip
 
 # What is wrong: the function, its right expression and the wrong one in its place, how that is caught.
 Row = tuple[str, tuple[str, str], Caught]
@@ -1182,6 +1256,9 @@ ROWS: dict[str, dict[str, Row]] = {
             ("sides", "sides[::-1]"),
             tests("tests/convert/test_settings.py -k rotary_features"),
         ),
+    },
+    "Linear attention": {
+        name: (f"core.{where}", (right, wrong), how) for name, (where, right, wrong, how) in OF_LINEAR.items()
     },
 }
 CLASSES = {
