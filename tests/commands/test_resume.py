@@ -37,6 +37,17 @@ def test_resume_on_other_meshes(commands: Commands, straight: Run, begun: Path, 
 
 
 @pytest.mark.slow
+def test_layers_of_two_kinds_resume_on_other_meshes(commands: Commands, tmp_path: Path) -> None:
+    """From one device on data 2 x tensor 2, with ZeRO-3."""
+    kinds = ("--model.linear-heads", 4, "--model.linear-layers", "2,1", "--train.eval-every", 0, "--train.steps")
+    four = (14, "--mesh.data", 2, "--mesh.tensor", 2, "--simulate-devices", 4, "--optimizer.zero", 3)
+    straight, moved = tmp_path / "straight", tmp_path / "moved"
+    for folder, steps in (straight, (14,)), (moved, (10,)), (moved, four):
+        commands.train(folder, *kinds, *steps)
+    assert_close_losses(curve(moved), curve(straight), 5e-7)
+
+
+@pytest.mark.slow
 def test_another_batch_and_blend_with_samples_left_out_an_average_and_frozen_weights(
     commands: Commands, straight: Run, begun: Path, corpus: Path, tmp_path: Path
 ) -> None:
