@@ -28,11 +28,12 @@ CLASSES = {
     "gpt_oss": "GptOssForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
     "megatron-bert": "MegatronBertForPreTraining",
     "bert": "BertForPreTraining",
 }
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo3")
-HYBRIDS = ("olmo_hybrid",)
+HYBRIDS = ("olmo_hybrid", "kimi_linear")
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 DEEPSEEKS = ("deepseek_v3", "deepseek_v2")
 ORDERS = {"megatron-bert": "pre", "bert": "post"}
@@ -72,6 +73,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _DEEPSEEK,
     # Transformers rotates pairs of features as complex numbers, which must have even places in memory.
     "deepseek_v2": _DEEPSEEK | {"topk_method": "group_limited_greedy", "qk_nope_head_dim": 6, "kv_lora_rank": 10},
+    "kimi_linear": _SIZES
+    | {name: _DEEPSEEK[name] for name in _DEEPSEEK if name not in ("n_routed_experts", "num_nextn_predict_layers")}
+    | {"q_lora_rank": None, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_num_heads": 2, "linear_head_dim": 3, "linear_conv_kernel_dim": 3}
+    | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
     **dict.fromkeys(ORDERS, _BERT),
     "gpt2": _GPT2,
 }
@@ -109,7 +115,7 @@ def random_tensors(
     fields, rng = SETTINGS[kind] | settings, np.random.default_rng(0)
     if kind in ORDERS:
         shapes = _bert_shapes(fields, kind, head, classes)
-    elif kind in DEEPSEEKS:
+    elif kind in (*DEEPSEEKS, "kimi_linear"):
         shapes = _deepseek_shapes(fields, kind)
     else:
         shapes = _gpt2_shapes(fields) if kind == "gpt2" else _decoder_shapes(fields, kind)
@@ -227,7 +233,11 @@ def _olmo_delta_shapes(fields: dict[str, Any]) -> Shapes:
 
 
 def _deepseek_shapes(fields: dict[str, Any], kind: str) -> Shapes:
-    width, heads, experts = fields["hidden_size"], fields["num_attention_heads"], fields["n_routed_experts"]
+    kimi, width, heads = kind == "kimi_linear", fields["hidden_size"], fields["num_attention_heads"]
+    experts, mixture = (
+        fields["num_local_experts" if kimi else "n_routed_experts"],
+        "block_sparse_moe" if kimi else "mlp",
+    )
     plain, rotary, value = (fields[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
     latent, of_query = fields["kv_lora_rank"], fields["q_lora_rank"]
     shapes: Shapes = {"model.embed_tokens.weight": (fields["vocab_size"], width), "model.norm.weight": (width,)}
@@ -242,13 +252,18 @@ def _deepseek_shapes(fields: dict[str, Any], kind: str) -> Shapes:
         attention |= {"q_a_proj": (of_query, width), "q_a_layernorm": (of_query,)}
     attention["q_b_proj" if of_query else "q_proj"] = (heads * (plain + rotary), of_query or width)
 
-    def mlp(name: str, inner: int) -> Shapes:
-        return {f"{name}.{up}_proj": (inner, width) for up in ("gate", "up")} | {f"{name}.down_proj": (width, inner)}
+    def mlp(name: str, inner: int, products: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Shapes:
+        return {f"{name}.{up}": (inner, width) for up in products[:2]} | {f"{name}.{products[2]}": (width, inner)}
 
-    layers, modules = fields["num_hidden_layers"], fields["num_nextn_predict_layers"]
+    layers, modules = fields["num_hidden_layers"], fields.get("num_nextn_predict_layers", 0)
     for layer in range(layers + modules):
         own: Shapes = {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
-        own |= {f"self_attn.{name}": shape for name, shape in attention.items()}
+        linear = kimi and (fields["layer_types"] or ["linear_attention"])[layer : layer + 1] == ["linear_attention"]
+        own |= {f"self_attn.{name}": each for name, each in (_kda_shapes(fields) if linear else attention).items()}
+        if linear:
+            heads, size = fields["linear_num_heads"], fields["linear_head_dim"]
+            shapes[f"model.layers.{layer}.self_attn.A_log"] = (1, 1, heads, 1)
+            shapes[f"model.layers.{layer}.self_attn.dt_bias"] = (heads * size,)
         if layer >= layers:  # copies of the first two: `random_tensors`
             own |= dict.fromkeys(("embed_tokens", "shared_head.head"), (fields["vocab_size"], width))
             own |= {"eh_proj": (width, 2 * width), **dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (width,))}
@@ -256,13 +271,24 @@ def _deepseek_shapes(fields: dict[str, Any], kind: str) -> Shapes:
             own |= mlp("mlp", fields["intermediate_size"])
         else:
             inner = fields["moe_intermediate_size"]
-            own |= mlp("mlp.shared_experts", fields["n_shared_experts"] * inner) | {"mlp.gate": (experts, width)}
+            own |= mlp(f"{mixture}.shared_experts", fields["n_shared_experts"] * inner)
+            own[f"{mixture}.gate"] = (experts, width)
             for expert in range(experts):
-                own |= mlp(f"mlp.experts.{expert}", inner)
-            if kind == "deepseek_v3":
-                shapes[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = (experts,)
+                own |= mlp(f"{mixture}.experts.{expert}", inner, *[("w1", "w3", "w2")] * kimi)
+            if kind != "deepseek_v2":
+                shapes[f"model.layers.{layer}.{mixture}.gate.e_score_correction_bias"] = (experts,)
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
     return shapes
+
+
+def _kda_shapes(fields: dict[str, Any]) -> Shapes:
+    """Of the products, convolutions and norm of Kimi's linear attention."""
+    width, size, heads = fields["hidden_size"], fields["linear_head_dim"], fields["linear_num_heads"]
+    shapes: Shapes = {f"{name}_proj": (heads * size, width) for name in "qkv"}
+    shapes |= {f"{name}_conv1d": (heads * size, 1, fields["linear_conv_kernel_dim"]) for name in "qkv"}
+    shapes |= {f"{name}_a_proj": (size, width) for name in "fg"}
+    shapes |= {f"{name}_b_proj": (heads * size, size) for name in "fg"}
+    return shapes | {"b_proj": (heads, width), "o_proj": (width, heads * size), "o_norm": (size,)}
 
 
 def _expert_shapes(fields: dict[str, Any], kind: str) -> list[tuple[str, tuple[int, int], bool]]:

@@ -11,6 +11,7 @@ Fields = dict[str, Any]
 ODD_KINDS = ("gpt2", *DECODERS, *MIXTURES, *DEEPSEEKS, *HYBRIDS)
 SQUARE = ("llama", "gemma3_text", "olmo3", "olmoe", "olmo_hybrid")  # whose heads must divide the width
 FILLED = ("olmo3", "olmoe", "olmo_hybrid")  # and whose heads must add up to it
+LATENT = (*DEEPSEEKS, "kimi_linear")
 BY_LAYER = ("gemma3_text", "olmo3")  # rotary positions
 SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # whose windows have a switch
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -29,19 +30,20 @@ class _Model:
     def __init__(self, kind: str, draws: random.Random):
         self.kind, self.draws, self.of = kind, draws, draws.randint
         self.pipe, self.tensor = draws.choice([1, 1, 2]), draws.choice([1, 1, 2, 3])
-        self.expert = draws.choice([1, 2]) if kind in (*MIXTURES, *DEEPSEEKS) and self.tensor < 3 else 1
+        self.expert = draws.choice([1, 2]) if kind in (*MIXTURES, *LATENT) and self.tensor < 3 else 1
         self.heads, self.layers = self.tensor * self.of(1, 4), self.of(self.pipe, 4)
 
     def drawn(self) -> tuple[Fields, dict[str, int]]:
         if self.kind == "gpt2":
             fields = self._gpt2()
         else:
-            fields = self._sizes() | (self._deepseek() if self.kind in DEEPSEEKS else self._decoder())
+            fields = self._sizes() | (self._deepseek() if self.kind in LATENT else self._decoder())
             if self.kind in MIXTURES:
                 fields |= self._mixture()
             if self.kind in HYBRIDS:
                 fields |= self._linear()
-            fields["rope_parameters"] = self._positions(fields["max_position_embeddings"])
+            if self.kind != "kimi_linear":
+                fields["rope_parameters"] = self._positions(fields["max_position_embeddings"])
         return fields, {"pipe": self.pipe, "tensor": self.tensor, "expert": self.expert}
 
     def _likely(self, probability: float = 0.5) -> bool:
@@ -76,13 +78,13 @@ class _Model:
         return {
             "vocab_size": self.of(11, 130),
             "max_position_embeddings": self.of(6, 40),
-            "hidden_size": self._square() if self.kind in (*SQUARE, *DEEPSEEKS) else self.of(16, 60),
+            "hidden_size": self._square() if self.kind in (*SQUARE, *LATENT) else self.of(16, 60),
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads if self.kind in DEEPSEEKS else self._of_keys(self.heads),
+            "num_key_value_heads": self.heads if self.kind in LATENT else self._of_keys(self.heads),
             "intermediate_size": self.tensor * self.of(5, 30),
             "rms_norm_eps": self._power(-7, -2),
-            "tie_word_embeddings": self._likely(),
+            "tie_word_embeddings": self._likely() and self.kind != "kimi_linear",
             "bos_token_id": None,
             "eos_token_id": None,
         }
@@ -118,17 +120,23 @@ class _Model:
         heads, period = self.tensor * self.of(1, 3), [LINEAR] * self.of(1, 2) + [FULL] * self.of(1, 2)
         types = (period * 2)[: self.of(len(period) * self.pipe, 2 * len(period))]
         return {
-            **{"num_hidden_layers": len(types), "layer_types": types, "linear_num_value_heads": heads},
-            "linear_num_key_heads": self._of_keys(heads),
-            "linear_key_head_dim": self.of(2, 9),
-            "linear_value_head_dim": self.of(2, 9),
-            "linear_conv_kernel_dim": self.of(1, 5),
-            "linear_allow_neg_eigval": self._likely(),
+            **{"num_hidden_layers": len(types), "layer_types": types, "linear_conv_kernel_dim": self.of(1, 5)},
+            **(self._kimi(heads, types) if self.kind == "kimi_linear" else self._olmo(heads)),
         }
+
+    def _kimi(self, heads: int, types: list[str]) -> Fields:
+        dense = self.of(0, types.index(FULL))
+        mlps = ["dense"] * dense + ["sparse"] * (len(types) - dense)
+        return {"linear_num_heads": heads, "linear_head_dim": self.of(2, 9), "mlp_layer_types": mlps}
+
+    def _olmo(self, heads: int) -> Fields:
+        sizes = {f"linear_{name}_head_dim": self.of(2, 9) for name in ("key", "value")}
+        sizes |= {"linear_num_value_heads": heads, "linear_num_key_heads": self._of_keys(heads)}
+        return sizes | {"linear_allow_neg_eigval": self._likely()}
 
     def _chosen(self, field: str) -> Fields:
         """Numbers of experts, and of those that a token gets."""
-        experts = self.expert * self.of(2 if self.kind == "deepseek_v3" else 1, 6)
+        experts = self.expert * self.of(2 if self.kind in ("deepseek_v3", "kimi_linear") else 1, 6)
         return {field: experts, "num_experts_per_tok": self.of(1, experts if self._likely(0.2) else (experts + 1) // 2)}
 
     def _mixture(self) -> Fields:
@@ -142,12 +150,15 @@ class _Model:
         return found
 
     def _deepseek(self) -> Fields:
-        found = self._chosen("n_routed_experts")
-        experts = found["n_routed_experts"]
+        number = "num_local_experts" if self.kind == "kimi_linear" else "n_routed_experts"
+        found = self._chosen(number)
+        experts = found[number]
         groups = self.draws.choice(divisors(experts))
-        if self.kind == "deepseek_v3":
+        if self.kind != "deepseek_v2":
             groups = groups if experts >= 2 * groups else 1  # the best two of a group rank it
-            found |= {"norm_topk_prob": self._likely(), "num_nextn_predict_layers": 0}
+            found |= {"norm_topk_prob": self._likely()} | (
+                {"num_nextn_predict_layers": 0} if self.kind == "deepseek_v3" else {}
+            )
         else:
             found["topk_method"] = self.draws.choice(["greedy", "group_limited_greedy"])
         # Transformers rotates pairs of DeepSeek-V2's features as complex numbers, which need even places in memory.
@@ -159,7 +170,7 @@ class _Model:
             "first_k_dense_replace": self.of(0, self.layers - self.pipe),
             "n_shared_experts": self.of(1, 3),
             "moe_intermediate_size": self.tensor * self.of(3, 15),
-            "q_lora_rank": self.draws.choice([None, self.of(6, 30)]),
+            "q_lora_rank": None if self.kind == "kimi_linear" else self.draws.choice([None, self.of(6, 30)]),
             "kv_lora_rank": even * self.of(3, 15),
             "qk_nope_head_dim": even * self.of(1, 9),
             "qk_rope_head_dim": 2 * self.of(1, 6),

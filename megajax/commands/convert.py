@@ -22,7 +22,7 @@ def import_hf(argv: Sequence[str]) -> None:
     parser = Parser(
         "Create a run directory at step 0 from a model in the Hugging Face format, pretrained or fine-tuned: GPT-2, "
         "Llama, Qwen2, Qwen3, Mistral, Gemma 3, OLMo 3 or hybrid, BERT, or a mixture of experts (Mixtral, OLMoE, "
-        "Qwen3-MoE, GPT-OSS, DeepSeek-V2 or V3).",
+        "Qwen3-MoE, GPT-OSS, DeepSeek-V2 or V3, Kimi Linear).",
         "megajax convert import-hf PATH RUN [--adapter PATH] [--flag value ...]",
     )
     parser.add_path("path", metavar="PATH", help="folder with config.json and model.safetensors, or a hub name")

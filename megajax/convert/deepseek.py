@@ -1,39 +1,49 @@
-"""DeepSeek-V2 and DeepSeek-V3 (Moonlight among them): latent attention, and mixtures with a shared expert whose first
-layers are dense. Their rotary features are neighbours in pairs, ours come from either half."""
+"""DeepSeek-V2, DeepSeek-V3 (Moonlight among them) and Kimi Linear: latent attention, and mixtures with a shared expert
+whose first layers are dense. DeepSeek's rotary features are neighbours in pairs, ours come from either half; Kimi has
+no positions, and linear attention in most layers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megajax.convert.exchange import Exchange, Head
+from megajax.convert.hybrids import linear_attention, linear_places
 from megajax.convert.llama import LAYER, MLP, read_dropout
-from megajax.convert.mixtures import DEEPSEEK
+from megajax.convert.mixtures import DEEPSEEK, KIMI, ExpertFields
 from megajax.convert.parts import Lacks, OptionGroup, rope, words
 from megajax.convert.settings import Fields
-from megajax.convert.weights import TensorPlace, linear
+from megajax.convert.weights import TensorPlace, linear, spelling
 from megajax.core.models.config import ModelConfig
+from megajax.core.models.turns import in_each_layer
 
 _ATTENTION = f"{LAYER}self_attn."
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """One of the two classes."""
+    """One of the classes."""
 
     name: str
     model_type: str
     scores: Literal["softmax", "sigmoid"]
     biased: bool  # whether routers have biases for choosing
     fixed: Mapping[str, Any]
+    experts: ExpertFields = DEEPSEEK
+    aliases: Mapping[str, str] = field(default_factory=dict)  # as in `Exchange`
+    groups: tuple[int | None, int | None] = (None, None)  # of experts, and chosen ones, if fields are missing
+    scale: float = 1.0  # of shares, like the next
+    dense: int = 3  # first layers
+    hybrid: bool = False  # whether it is Kimi Linear
 
     def read_heads(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         heads = fields["num_attention_heads"]
         fields.check("num_key_value_heads", heads, None)
         plain = fields.value("qk_nope_head_dim", "model.head_size", 128)
         rotary = fields.value("qk_rope_head_dim", "model.rotary_size", 64)
-        if rotary % 2:
+        if rotary % 2 and not self.hybrid:
             raise fields.refusal("qk_rope_head_dim", rotary, "an even number: rotary positions turn pairs of features")
-        fields.check("head_dim", None, rotary)
+        if not self.hybrid:
+            fields.check("head_dim", None, rotary)
         fields.check("qk_head_dim", None, plain + rotary)
         fields.check("sliding_window", None)
         values = {
@@ -43,7 +53,7 @@ class _Kind:
             "value_size": fields.value("v_head_dim", "model.value_size", 128),
             "latent_size": fields.value("kv_lora_rank", "model.latent_size", 512),
         }
-        if fields.get("q_lora_rank", 1536) is not None:
+        if fields.get("q_lora_rank", None if self.hybrid else 1536) is not None:
             values["query_latent_size"] = fields.value("q_lora_rank", "model.query_latent_size", 1536)
         return {f"model.{name}": value for name, value in values.items()}
 
@@ -59,7 +69,7 @@ class _Kind:
 
     def lacks_heads(self, model: ModelConfig) -> Lacks:
         if model.latent_size:
-            return {}
+            return {"query_latent_size": 0} if self.hybrid and model.query_latent_size else {}
         even = max(2, model.head_size // 2 // 2 * 2)
         others: Lacks = {} if model.num_kv_heads == model.num_heads else {"num_kv_heads": model.num_heads}
         larger = {} if model.head_size > even else {"head_size": 2 * even}
@@ -73,18 +83,19 @@ class _Kind:
             fields.check("topk_method", "greedy", "group_limited_greedy")
             fields.check("norm_topk_prob", False, None)
             grouped = fields.get("topk_method", "greedy") != "greedy"
-        missing = (8, 4) if self.biased else (None, None)
         groups, chosen = 1, 1
-        if grouped and fields.get("n_group", missing[0]) is not None:
-            groups = fields.value("n_group", "model.expert_groups", missing[0])
-            chosen = fields.value("topk_group", "model.chosen_groups", missing[1])
-        experts = fields["n_routed_experts"]
+        if grouped and fields.get("n_group", self.groups[0]) is not None:
+            groups = fields.value("n_group", "model.expert_groups", self.groups[0])
+            chosen = fields.value("topk_group", "model.chosen_groups", self.groups[1])
+        experts = fields[self.experts.number]
         if experts % groups or (self.biased and groups > 1 and experts // groups < 2):
-            raise fields.refusal("n_group", groups, f"a divisor of n_routed_experts, {experts}, with two in each group")
+            raise fields.refusal(
+                "n_group", groups, f"a divisor of {self.experts.number}, {experts}, with two in each group"
+            )
         least = -(-fields["num_experts_per_tok"] * groups // experts)
         if not least <= chosen <= groups:
             raise fields.refusal("topk_group", chosen, f"{least} to {groups}")
-        scale = fields.value("routed_scaling_factor", "model.share_scale", 2.5 if self.biased else 1.0)
+        scale = fields.value("routed_scaling_factor", "model.share_scale", self.scale)
         values = {"model.expert_groups": groups, "model.chosen_groups": chosen, "model.share_scale": scale}
         values |= {"model.router_scores": self.scores, "model.balance": "bias" if self.biased else "none"}
         renormalized = fields.get("norm_topk_prob", True) if self.biased else False
@@ -106,60 +117,72 @@ class _Kind:
             lacking["renormalize_shares"] = False
         return lacking
 
+    def read_others(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+        """Shared experts, which are one as wide as all together, and the first layers, which are dense."""
+        shared = fields.get("n_shared_experts", 1)
+        if type(shared) is not int or not 0 < shared < 1000:
+            raise fields.refusal("n_shared_experts", shared, "a whole number from 1 to 999")
+        fields.check("moe_layer_freq", 1)
+        dense, layers = fields.get("first_k_dense_replace", self.dense), fields["num_hidden_layers"]
+        if self.hybrid and (types := fields.get("mlp_layer_types")) is not None:
+            dense = types.count("dense") if isinstance(types, list) else 0
+            if types != ["dense"] * dense + ["sparse"] * (layers - dense):
+                raise fields.refusal("mlp_layer_types", types, f"dense, then sparse for the others of {layers} layers")
+        if type(dense) is not int or not 0 <= dense < layers:
+            raise fields.refusal("first_k_dense_replace", dense, f"0 to {layers - 1}, of num_hidden_layers")
+        size = fields.value("moe_intermediate_size", "model.expert_size")
+        fields["first_k_dense_replace"] = dense
+        return {"model.shared_expert_size": shared * size, "model.dense_layers": dense}
+
     def exchange(self) -> Exchange:
+        attention = {name: replace(place, pairs="") for name, place in _BLOCKS.items()} if self.hybrid else _BLOCKS
+        attention |= {"attention/query/weight": replace(_query("q_proj"), pairs="")} if self.hybrid else {}
+        of_linear = _KIMI if self.hybrid else {}
+        mixture = self.experts.places(LAYER) | _shared(self.experts.module)
         return Exchange(
             family="decoder",
             model_type=self.model_type,
             dialect="mixture",
             heads={"pretraining": Head((f"{self.name}ForCausalLM",), f"a {self.name}")},
-            options={"norm": "rmsnorm", "positions": "rotary"},
+            options={"norm": "rmsnorm", "positions": "none", "linear_decay": "channel", "linear_gate": "sigmoid"}
+            if self.hybrid
+            else {"norm": "rmsnorm", "positions": "rotary"},
             fixed={"is_causal": True, "attention_bias": False, **self.fixed},
-            aliases=dict.fromkeys((DEEPSEEK.number_too, "num_local_experts"), DEEPSEEK.number)
-            | {"num_mtp_layers": _NUM_MODULES},
-            defaults={"norm_epsilon": 1e-6, "tied_embedding": False},
+            aliases=self.aliases,
+            defaults={"norm_epsilon": 1e-5 if self.hybrid else 1e-6, "tied_embedding": False},
             parts=(
                 words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
                 OptionGroup(_HEADS, self.read_heads, self.write_heads, self.lacks_heads),
                 OptionGroup(("bias",), lambda *_: {"model.bias": "none"}, lambda _: {}, _lacks_bias),
                 OptionGroup(("dropout",), read_dropout, lambda model: {"attention_dropout": model.dropout}),
-                DEEPSEEK.sizes(),
+                self.experts.sizes(),
                 OptionGroup(_ROUTER, self.read_router, self.write_router, self.lacks_router),
-                OptionGroup(("shared_expert_size", "dense_layers"), _read_others, _write_others, _lacks_others),
-                *((_MODULES,) if self.biased else ()),
-                rope(10_000.0, scores=True),
+                OptionGroup(("shared_expert_size", "dense_layers"), self.read_others, _write_others, _lacks_others),
+                *((_MODULES,) if self.biased and not self.hybrid else ()),
+                *((_LINEAR, _UNTIED) if self.hybrid else (rope(10_000.0, scores=True),)),
             ),
             shared={
                 "table": TensorPlace("model.embed_tokens.weight", "VD"),
                 "final_norm/scale": TensorPlace("model.norm.weight", "D"),
                 "output": TensorPlace("lm_head.weight", "VD"),
             },
-            blocks=_BLOCKS | DEEPSEEK.places(LAYER) | _SHARED,
-            dense=_BLOCKS | MLP,
-            prediction=_PREDICTION if self.biased else {},
-            prediction_copies=_COPIES if self.biased else {},
+            blocks=attention | mixture,
+            linear=of_linear | mixture,
+            dense=(of_linear or _BLOCKS) | MLP,
+            prediction=_PREDICTION if self.biased and not self.hybrid else {},
+            prediction_copies=_COPIES if self.biased and not self.hybrid else {},
             of_model=_plain_queries,
             copies={"lm_head.weight": "model.embed_tokens.weight"},
             unused=(f"{_ATTENTION}rotary_emb.inv_freq",),
-            fused=DEEPSEEK.fused(LAYER),
-            kept=dict.fromkeys(("bf16", "fp16"), (_CHOICE,)) if self.biased else {},
+            fused=self.experts.fused(LAYER),
+            joined=_CONVOLUTIONS if self.hybrid else {},
+            spelling=spelling(*_SPELLED) if self.hybrid else spelling(),
+            kept=dict.fromkeys(("bf16", "fp16"), (_CHOICE,)) if self.biased and not self.hybrid else {},
         )
 
 
 def _lacks_bias(model: ModelConfig) -> Lacks:
     return {} if model.bias == "none" else {"bias": "none"}
-
-
-def _read_others(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-    """Shared experts, which are one as wide as all together, and the first layers, which are dense."""
-    shared = fields.get("n_shared_experts", 1)
-    if type(shared) is not int or not 0 < shared < 1000:
-        raise fields.refusal("n_shared_experts", shared, "a whole number from 1 to 999")
-    fields.check("moe_layer_freq", 1)
-    dense, layers = fields.get("first_k_dense_replace", 3), fields["num_hidden_layers"]
-    if type(dense) is not int or not 0 <= dense < layers:
-        raise fields.refusal("first_k_dense_replace", dense, f"0 to {layers - 1}, of num_hidden_layers")
-    size = fields.value("moe_intermediate_size", "model.expert_size")
-    return {"model.shared_expert_size": shared * size, "model.dense_layers": dense}
 
 
 def _write_others(model: ModelConfig) -> dict[str, Any]:
@@ -183,7 +206,7 @@ def _read_modules(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain_queries(model: ModelConfig) -> dict[str, TensorPlace]:
     """Queries that are computed from a layer's input have another name."""
-    return {} if model.query_latent_size else {"attention/query/weight": _query("q_proj")}
+    return {} if model.query_latent_size or model.linear_heads else {"attention/query/weight": _query("q_proj")}
 
 
 def _query(name: str) -> TensorPlace:
@@ -205,13 +228,78 @@ _BLOCKS = {
     "attention/key_value/weight": TensorPlace(f"{_ATTENTION}kv_b_proj.weight", "UZ", turned=True),
     "attention/output/weight": TensorPlace(f"{_ATTENTION}o_proj.weight", "DO", turned=True),
 }
-_CHOICE = "mlp.gate.e_score_correction_bias"
-_SHARED = {
-    "mlp/router/bias": TensorPlace(f"{LAYER}{_CHOICE}", "E"),
-    **linear("mlp/shared/gate", f"{LAYER}mlp.shared_experts.gate_proj", "SD"),
-    **linear("mlp/shared/up", f"{LAYER}mlp.shared_experts.up_proj", "SD"),
-    **linear("mlp/shared/down", f"{LAYER}mlp.shared_experts.down_proj", "DS"),
+_CHOICE = "gate.e_score_correction_bias"
+
+
+def _shared(module: str) -> dict[str, TensorPlace]:
+    """What mixtures have beside experts, in a module of a layer."""
+    return {
+        "mlp/router/bias": TensorPlace(f"{LAYER}{module}.{_CHOICE}", "E"),
+        **linear("mlp/shared/gate", f"{LAYER}{module}.shared_experts.gate_proj", "SD"),
+        **linear("mlp/shared/up", f"{LAYER}{module}.shared_experts.up_proj", "SD"),
+        **linear("mlp/shared/down", f"{LAYER}{module}.shared_experts.down_proj", "DS"),
+    }
+
+
+def _kimi_layers(fields: Fields) -> list[bool]:
+    """Which layers have linear attention; `linear_attn_config` counts from 1."""
+    layers, section = fields["num_hidden_layers"], fields.section("linear_attn_config")
+    full, linear = (section.get(name) for name in ("full_attn_layers", "kda_layers"))
+    if full is None or linear is None:
+        return [not n or n % 4 > 0 for n in range(layers)]
+    listed = [*full, *linear] if isinstance(full, list) and isinstance(linear, list) else []
+    if len(listed) != layers or any(n not in listed for n in range(1, layers + 1)):
+        raise section.refusal("kda_layers", linear, f"with full_attn_layers each of {layers} layers, from 1 on")
+    return [n in linear for n in range(1, layers + 1)]
+
+
+def _read_linear(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Dense layers have it: `dense` in `_Kind.exchange`."""
+    section = fields.section("linear_attn_config")
+    fields |= {name: section[theirs] for theirs, name in _OF_SECTION.items() if theirs in section}
+    values, dense = _SIZES.read(fields, given), fields["first_k_dense_replace"]
+    if not all(in_each_layer(values["model.linear_layers"], dense)):
+        raise fields.refusal("layer_types", fields.get("layer_types"), f"linear_attention in {dense} dense layers")
+    return values
+
+
+def _lacks_linear(model: ModelConfig) -> Lacks:
+    differ = model.dense_layers and not model.linear[0]
+    return _SIZES.lacks(model) | ({"dense_layers": 0} if differ and model.linear_heads else {})
+
+
+_OF_SECTION = {
+    **{"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"},
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
+_SIZES = linear_attention(
+    {
+        **dict.fromkeys(("linear_heads", "linear_key_heads"), ("linear_num_heads", lambda _: 32)),
+        **dict.fromkeys(("linear_key_size", "linear_value_size"), ("linear_head_dim", lambda _: 128)),
+        "linear_convolution": ("linear_conv_kernel_dim", lambda _: 4),
+    },
+    _kimi_layers,
+)
+_LINEAR = replace(_SIZES, read=_read_linear, lacks=_lacks_linear)
+_UNTIED = words("tied_embedding", "tie_word_embeddings", {False: False})  # whatever the field says
+_PRODUCTS = {"query": "q", "key": "k", "value": "v", "write": "b", "output": "o"}
+_KIMI = {
+    **{name: _BLOCKS[name] for name in ("attention_norm/scale", "mlp_norm/scale")},
+    **linear_places(_ATTENTION, {ours: f"{name}_proj" for ours, name in _PRODUCTS.items()}, "o_norm", joined=False),
+    "attention/decay_rate": TensorPlace(f"{_ATTENTION}A_log", "11h1"),
+    "attention/decay_bias": TensorPlace(f"{_ATTENTION}dt_bias", "k"),
+    "attention/decay_down/weight": TensorPlace(f"{_ATTENTION}f_a_proj.weight", "sD", turned=True),
+    "attention/decay/weight": TensorPlace(f"{_ATTENTION}f_b_proj.weight", "ks", turned=True),
+    "attention/gate_down/weight": TensorPlace(f"{_ATTENTION}g_a_proj.weight", "sD", turned=True),
+    "attention/attention_gate/weight": TensorPlace(f"{_ATTENTION}g_b_proj.weight", "vs", turned=True),
+}
+_CONVOLUTIONS = {f"{_ATTENTION}conv1d.weight": tuple(f"{_ATTENTION}{name}_conv1d.weight" for name in "qkv")}
+# In memory, and in what transformers writes, which has dense layers where mixtures are.
+_SPELLED = (
+    (".block_sparse_moe.", ".mlp."),
+    (".mlp.", ".block_sparse_moe."),
+    (".self_attn.", ".self_attn.forget_gate."),
+)
 _NUM_MODULES = "num_nextn_predict_layers"
 _MODULES = OptionGroup(("prediction_modules",), _read_modules, lambda model: {_NUM_MODULES: model.prediction_modules})
 _PREDICTION = {
@@ -224,8 +312,36 @@ _COPIES = {
     f"{LAYER}embed_tokens.weight": "model.embed_tokens.weight",
     f"{LAYER}shared_head.head.weight": "lm_head.weight",
 }
+_ALIASES = dict.fromkeys((DEEPSEEK.number_too, "num_local_experts"), DEEPSEEK.number)
+_ALIASES |= {"num_mtp_layers": _NUM_MODULES}
 _KINDS = (
-    _Kind("DeepseekV3", "deepseek_v3", "sigmoid", biased=True, fixed={"rope_interleave": True}),
-    _Kind("DeepseekV2", "deepseek_v2", "softmax", biased=False, fixed={"mlp_bias": False}),
+    _Kind(
+        "DeepseekV3",
+        "deepseek_v3",
+        "sigmoid",
+        biased=True,
+        fixed={"rope_interleave": True},
+        aliases=_ALIASES,
+        groups=(8, 4),
+        scale=2.5,
+    ),
+    _Kind("DeepseekV2", "deepseek_v2", "softmax", biased=False, fixed={"mlp_bias": False}, aliases=_ALIASES),
+    _Kind(
+        "KimiLinear",
+        "kimi_linear",
+        "sigmoid",
+        biased=True,
+        fixed={"q_lora_rank": None, "mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
+        experts=KIMI,
+        aliases={
+            **{"model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob"},
+            **{"num_expert_group": "n_group", "num_shared_experts": "n_shared_experts"},
+            **{"num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok"},
+        },
+        groups=(1, 1),
+        scale=2.446,
+        dense=1,
+        hybrid=True,
+    ),
 )
 EXCHANGES = tuple(kind.exchange() for kind in _KINDS)

@@ -42,10 +42,15 @@ def linear_attention(
         return values | {"layer_types": [_KINDS[each] for each in model.linear]}
 
     def lacks(model: ModelConfig) -> Lacks:
-        heads = {} if model.linear_heads else {"linear_heads": model.num_heads}
-        other = model.linear_norm_epsilon != (epsilon or model.norm_epsilon) and not heads
-        norm = {"linear_norm_epsilon": epsilon} if other else {}
-        return heads | norm | ({"linear_layers": "3,1"} if heads or all(model.linear) else {})
+        if not model.linear_heads:
+            return {"linear_heads": model.num_heads, "linear_layers": "3,1"}
+        values = {name: getattr(model, option) for option, (name, _) in [*named.items()][::-1]}
+        lacking = {
+            option: values[name] for option, (name, _) in named.items() if getattr(model, option) != values[name]
+        }
+        if model.linear_norm_epsilon != (epsilon or model.norm_epsilon):
+            lacking["linear_norm_epsilon"] = epsilon
+        return lacking | ({"linear_layers": "3,1"} if all(model.linear) else {})
 
     return OptionGroup((*named, "linear_layers", "linear_norm_epsilon"), read, write, lacks)
 

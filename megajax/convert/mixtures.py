@@ -142,4 +142,5 @@ GPT_OSS = JoinedExpertFields(
     renormalized=True,
     quantized="mxfp4",
 )
+KIMI = ExpertFields("num_local_experts", "num_experts", "moe_intermediate_size", "block_sparse_moe", ("w1", "w3", "w2"))
 DEEPSEEK = ExpertFields("n_routed_experts", "num_experts", "moe_intermediate_size", "mlp", _PRODUCTS)

@@ -68,8 +68,8 @@ def _check_latent(model: ModelConfig) -> None:
     if not model.latent_size:
         return
     reason = f"with --model.latent-size {model.latent_size}"
-    fixed = {"positions": "rotary", "bias": "none", "query_key_norm": False, "num_kv_heads": model.num_heads}
-    fixed |= {"attention_sinks": False, "attention_gate": "none"}
+    fixed = {"bias": "none", "query_key_norm": False, "num_kv_heads": model.num_heads, "attention_sinks": False}
+    fixed |= {"attention_gate": "none"} | ({"positions": "rotary"} if model.positions == "learned" else {})
     for name, value in fixed.items():
         if getattr(model, name) != value:
             flag, valid = (as_flag(f"model.{name}", each) for each in (getattr(model, name), value))
@@ -138,7 +138,8 @@ def _check_rotary(model: ModelConfig) -> None:
             "valid: 0, or --model.positions rotary"
         )
     size, latent = model.rotary_size, model.latent_size
-    if model.rotary and (size or latent) and (not 0 < size < model.head_size or size % 2):
+    fits = 0 < size < model.head_size and (not size % 2 if model.rotary else latent > 0)
+    if (size or latent) and not fits:
         raise UserError(
             f"--model.rotary-size {size} with --model.latent-size {latent}; valid: {'' if latent else '0, or '}an even "
             f"size from 2 to less than --model.head-size, {model.head_size}"

@@ -1,5 +1,6 @@
 """Every field of transformers' configurations is read here, or is known to change nothing there."""
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -54,6 +55,10 @@ BY_LAYER = {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}, 
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
 
 
+# As in the published config.json; those of the class by default are others.
+KIMI_LAYERS = {"full_attn_layers": [*range(4, 25, 4), 27], "kda_layers": [n for n in range(1, 27) if n % 4]}
+
+
 class Recorder(Fields):
     """A config.json that remembers which of its fields were looked up."""
 
@@ -84,6 +89,7 @@ def fields_of(kind: str) -> set[str]:
 
 def harmless_of(kind: str) -> dict[str, Any]:
     found = HARMLESS | (LEARNED if kind in ("gpt2", *ORDERS) else {})
+    found |= {name: LEARNED[name] for name in ("head_dim", "rope_parameters") if kind == "kimi_linear"}
     return {name: value for name, value in found.items() if name in fields_of(kind)}
 
 
@@ -102,7 +108,11 @@ def test_every_field_is_read_or_known_to_be_harmless(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("preset", "kind", "settings"), [("olmo-hybrid-7b", "olmo_hybrid", {"rope_parameters": {"rope_theta": None}})]
+    ("preset", "kind", "settings"),
+    [
+        ("olmo-hybrid-7b", "olmo_hybrid", {"rope_parameters": {"rope_theta": None}}),
+        ("kimi-linear-48b-a3b", "kimi_linear", {"layer_types": None, "linear_attn_config": KIMI_LAYERS}),
+    ],
 )
 def test_a_preset_is_what_the_class_is_by_default(preset: str, kind: str, settings: dict, tmp_path: Path) -> None:
     """Except for the `settings` of the published model, and a shorter sequence."""
@@ -110,7 +120,7 @@ def test_a_preset_is_what_the_class_is_by_default(preset: str, kind: str, settin
     fields = Fields(tmp_path / "config.json", by_default | settings)
     model, found = resolve(load_preset(preset)).model, exchange_of(fields).read_settings(fields, {})
     assert model.sequence_length < found.pop("model.sequence_length")
-    assert {name: getattr(model, name.removeprefix("model.")) or 0 for name in found} == found
+    assert dataclasses.replace(model, **{name.removeprefix("model."): found[name] for name in found}) == model
 
 
 def test_the_table_names_nothing_else() -> None:

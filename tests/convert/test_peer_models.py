@@ -65,6 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {  # a class, its
 # Numbers of those that are drawn for the default selection: windows of some layers, groups of experts, meshes.
 USUAL = {"gpt2": 4, "llama": 4, "qwen2": 2, "qwen3": 7, "mistral": 2, "gemma3_text": 3, "olmo3": 5, "mixtral": 2}
 USUAL |= {"qwen3_moe": 7, "olmoe": 1, "gpt_oss": 3, "deepseek_v3": 3, "deepseek_v2": 4, "olmo_hybrid": 0}
+USUAL |= {"kimi_linear": 0}
 assert (*USUAL,) == ODD_KINDS
 ODD = [f"{kind} {number}" for kind, number in USUAL.items()]
 MORE = [f"{kind} {number}" for number in range(8) for kind in ODD_KINDS if number != USUAL[kind]]
@@ -128,7 +129,7 @@ def peer_gradients(peer: Any, batch: dict[str, np.ndarray]) -> tuple[float, dict
 def as_stored(name: str, tensor: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     """A tensor of a model in memory, where experts are stacked, under its names on disk, where they are not, except in
     GPT-OSS."""
-    mixtral = "Mixtral" in kind
+    mixtral = "Mixtral" in kind or "Kimi" in kind
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     stored = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
     if ".experts." not in name or "GptOss" in kind:

@@ -8,7 +8,7 @@ import pytest
 from hugging_face import LLAMA3, YARN, refusal, write_model
 
 TYPES = '"gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo3", "olmo_hybrid", "mixtral", "qwen3_moe", '
-TYPES += '"olmoe", "gpt_oss", "deepseek_v3", "deepseek_v2", "megatron-bert", "bert"'
+TYPES += '"olmoe", "gpt_oss", "deepseek_v3", "deepseek_v2", "kimi_linear", "megatron-bert", "bert"'
 COMMON_RATE = r"all the same, or --model\.dropout"
 
 # The model, and its head after a blank; a field of its config.json, its value, what would be valid.
@@ -60,6 +60,11 @@ FIELDS: list[tuple[str, str, Any, str]] = [
     ("olmo_hybrid", "linear_key_head_dim", 0, "more than 0"),
     ("olmo_hybrid", "layer_types", ["linear_attention"] * 2, "full_attention or linear_attention .* both of them"),
     ("olmo_hybrid", "linear_num_value_heads", 5, "a multiple of it"),
+    ("kimi_linear", "mlp_layer_types", ["sparse", "dense"], "dense, then sparse"),
+    ("kimi_linear", "first_k_dense_replace", 2, "0 to 1, of num_hidden_layers"),
+    ("kimi_linear", "layer_types", ["full_attention", "linear_attention"], "linear_attention in 1 dense layers"),
+    ("kimi_linear", "tie_word_embeddings", True, "false"),
+    ("kimi_linear", "q_lora_rank", 8, "null"),
     ("bert", "model_type", "roberta", TYPES),
     ("bert", "architectures", ["BertModel"], r'\["BertForPreTraining"\], \["BertForMaskedLM"\]'),
     ("bert", "hidden_act", "gelu_new", '"gelu"'),
@@ -118,6 +123,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_local_experts": 9999}, "is 2 of 9999 experts, but there are 47 tensors in all; valid"),
     ("mixtral", {"num_local_experts": 6}, r"experts\.5\.w1\.weight.* missing .*; valid"),
     ("llama", {"num_hidden_layers": 3}, r"model\.layers\.2\..* missing .*all of a Llama"),
+    (
+        "kimi_linear",
+        {"layer_types": None, "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [2]}},
+        r"linear_attn_config\.kda_layers is \[2\]; valid: with full_attn_layers each of 2 layers, from 1 on",
+    ),
     ("llama", {"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
 ]
 

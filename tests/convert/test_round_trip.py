@@ -62,6 +62,7 @@ NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
         ("deepseek_v3", "float16", {"q_lora_rank": None, "num_nextn_predict_layers": 1}),
         full("deepseek_v2", "bfloat16", {}),
         ("olmo_hybrid", "bfloat16", {}),
+        full("kimi_linear", "float16", {}),
     ],
 )
 @pytest.mark.slow

@@ -145,6 +145,12 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"rope_scaling": "yarn", "rope_factor": 32.0, "rope_original_length": 4096, "rope_theta": 15e4}
         | {"sliding_window": 0, "swiglu_alpha": 2.0, "rope_truncate": False},
     ),
+    (
+        "kimi_linear",
+        {"layer_types": None, "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1], "num_heads": 2}},
+        {"linear_layers": "1,1", "linear_decay": "channel", "linear_gate": "sigmoid", "positions": "none"}
+        | {"linear_heads": 2, "linear_norm_epsilon": 1e-5, "dense_layers": 1, "shared_expert_size": 28},
+    ),
     ("olmoe", {"head_dim": None}, {"query_key_norm": True, "query_key_norm_over": "width", "head_size": 4}),
 ]
 

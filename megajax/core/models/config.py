@@ -109,7 +109,7 @@ class Transformer:
     sequence_length: Annotated[
         int,
         "tokens per sequence; also the number of learned positions",
-        between(1, 1_000_000),
+        between(1, 10_000_000),
         ENDS,
         Size("position"),
         HuggingFaceName("max_position_embeddings", gpt2="n_positions"),
@@ -395,11 +395,11 @@ class LatentAttention:
     rotary_size: Annotated[
         int,
         "features of model.head-size that positions rotate, the first ones; in latent attention the last ones, which "
-        "all heads share in keys; 0: all",
+        "all heads share in keys, also without positions; 0: all",
         _SIZE,
         WEIGHTS,
         ShrinkRule(jointly=True),
-        _ROTARY,
+        OnlyWith("positions", ("rotary", "none")),
     ] = 0
     value_size: Annotated[
         int, "size of a head's values; 0: model.head-size", _SIZE, WEIGHTS, ShrinkRule(jointly=True), _LATENT

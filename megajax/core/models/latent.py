@@ -105,7 +105,9 @@ class LatentAttention(nnx.Module):
         return jnp.split(entered_BTL, [self.config.query_latent_size], axis=-1)
 
     def _rotated(self, x_BTHK: Array, context: Context) -> Array:
-        """With the rotary features, which are the last ones, rotated."""
+        """With the rotary features, which are the last ones, rotated, if there are positions."""
+        if not self.config.rotary:
+            return x_BTHK
         assert context.position_BT is not None
         plain_BTHN, rotary_BTHP = jnp.split(x_BTHK, [x_BTHK.shape[-1] - self.config.rotary_size], axis=-1)
         return jnp.concatenate(
