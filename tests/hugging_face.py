@@ -24,6 +24,9 @@ CLASSES = {
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -33,7 +36,8 @@ CLASSES = {
     "bert": "BertForPreTraining",
 }
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo3")
-HYBRIDS = ("olmo_hybrid", "kimi_linear")
+QWEN_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+HYBRIDS = ("olmo_hybrid", "kimi_linear", *QWEN_HYBRIDS)
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 DEEPSEEKS = ("deepseek_v3", "deepseek_v2")
 ORDERS = {"megatron-bert": "pre", "bert": "post"}
@@ -46,6 +50,12 @@ _DECODER = _SIZES | {
     "head_dim": 8,
 }
 _MIXTURE = _DECODER | {"num_experts": 5, "num_experts_per_tok": 2}
+_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "partial_rotary_factor": 0.5,
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 5},
+    "linear_conv_kernel_dim": 3,
+}
 _DEEPSEEK = _SIZES | {
     **{"intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 6, "first_k_dense_replace": 1},
     **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 14, "n_shared_experts": 2},
@@ -64,6 +74,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(DECODERS, _DECODER),
     **dict.fromkeys(("mixtral", "gpt_oss"), _DECODER | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3_moe": _MIXTURE | {"moe_intermediate_size": 14},
+    **dict.fromkeys(
+        QWEN_HYBRIDS,
+        _MIXTURE | _HYBRID | {"moe_intermediate_size": 14, "shared_expert_intermediate_size": 10},
+    ),
+    "qwen3_5_text": _DECODER | _HYBRID,
     "olmoe": _MIXTURE | {"head_dim": 4},
     "olmo3": _DECODER | {"head_dim": 4},
     "olmo_hybrid": _DECODER
@@ -190,7 +205,7 @@ def _decoder_shapes(fields: dict[str, Any], kind: str) -> Shapes:
         norms += ["post_feedforward_layernorm"] * (kind == "gemma3_text" or reordered)
         for name in norms + ["pre_feedforward_layernorm"] * (kind == "gemma3_text"):
             shapes[f"{start}{name}.weight"] = (width,)
-        if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text", *QWEN_HYBRIDS):
             shapes |= {f"{start}self_attn.{name}_norm.weight": (size,) for name in "qk"}
         elif kind == "olmoe" or reordered:
             shapes |= {f"{start}self_attn.{name}_norm.weight": (n,) for name, n in (("q", queries), ("k", keys))}
@@ -207,7 +222,7 @@ def _decoder_shapes(fields: dict[str, Any], kind: str) -> Shapes:
             shapes[f"{start}self_attn.sinks"] = (fields["num_attention_heads"],)
             for name, inside, outside in ("gate_up_proj", width, 2 * inner), ("down_proj", inner, width):
                 shapes |= {own + name: (experts, inside, outside), f"{own}{name}_bias": (experts, outside)}
-        elif kind in MIXTURES:
+        elif kind in MIXTURES or "num_experts" in fields:
             linear += _expert_shapes(fields, kind)
         else:
             linear += [(f"mlp.{name}", shape, everywhere) for name, shape in products]
@@ -215,6 +230,11 @@ def _decoder_shapes(fields: dict[str, Any], kind: str) -> Shapes:
             shapes[f"{start}{name}.weight"] = shape
             if bias:
                 shapes[f"{start}{name}.bias"] = shape[:1]
+        if kind in QWEN_HYBRIDS and (types[layer] == "linear_attention" if types else layer % 3 < 2):
+            shapes = {name: shape for name, shape in shapes.items() if f"{start}self_attn" not in name}
+            shapes |= {f"{start}linear_attn.{name}": shape for name, shape in _qwen_delta(fields, kind).items()}
+        elif kind in QWEN_HYBRIDS:
+            shapes[f"{start}self_attn.q_proj.weight"] = (2 * queries, width)
     return shapes
 
 
@@ -230,6 +250,17 @@ def _olmo_delta_shapes(fields: dict[str, Any]) -> Shapes:
     own |= dict.fromkeys(("attention_layer_norm", "feedforward_layer_norm"), (width,))
     shapes = {f"{name}.weight": shape for name, shape in own.items()}
     return shapes | {"linear_attn.A_log": (heads,), "linear_attn.dt_bias": (heads,)}
+
+
+def _qwen_delta(fields: dict[str, Any], kind: str) -> Shapes:
+    width, heads, size = fields["hidden_size"], fields["linear_num_value_heads"], fields["linear_value_head_dim"]
+    keys, values = fields["linear_num_key_heads"] * fields["linear_key_head_dim"], heads * size
+    products = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
+    if kind == "qwen3_next":
+        products = {"qkvz": 2 * keys + 2 * values, "ba": 2 * heads}
+    shapes: Shapes = {f"in_proj_{name}.weight": (rows, width) for name, rows in products.items()}
+    shapes |= {"conv1d.weight": (2 * keys + values, 1, fields["linear_conv_kernel_dim"]), "norm.weight": (size,)}
+    return shapes | {"A_log": (heads,), "dt_bias": (heads,), "out_proj.weight": (width, values)}
 
 
 def _deepseek_shapes(fields: dict[str, Any], kind: str) -> Shapes:
@@ -303,6 +334,11 @@ def _expert_shapes(fields: dict[str, Any], kind: str) -> list[tuple[str, tuple[i
         found += [
             (f"{module}.experts.{expert}.{name}", shape, False) for name, shape in zip(names, shapes, strict=True)
         ]
+    if kind in QWEN_HYBRIDS:
+        inner = fields["shared_expert_intermediate_size"]
+        shared = zip(names, ((inner, width), (inner, width), (width, inner)), strict=True)
+        found += [(f"mlp.shared_expert.{name}", shape, False) for name, shape in shared]
+        found.append(("mlp.shared_expert_gate", (1, width), False))
     return found
 
 

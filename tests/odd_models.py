@@ -5,9 +5,10 @@ import math
 import random
 from typing import Any
 
-from hugging_face import DECODERS, DEEPSEEKS, HYBRIDS, MIXTURES
+from hugging_face import DECODERS, DEEPSEEKS, HYBRIDS, MIXTURES, QWEN_HYBRIDS, SETTINGS
 
 Fields = dict[str, Any]
+MIXED = (*MIXTURES, *(kind for kind in QWEN_HYBRIDS if "num_experts" in SETTINGS[kind]))
 ODD_KINDS = ("gpt2", *DECODERS, *MIXTURES, *DEEPSEEKS, *HYBRIDS)
 SQUARE = ("llama", "gemma3_text", "olmo3", "olmoe", "olmo_hybrid")  # whose heads must divide the width
 FILLED = ("olmo3", "olmoe", "olmo_hybrid")  # and whose heads must add up to it
@@ -30,7 +31,7 @@ class _Model:
     def __init__(self, kind: str, draws: random.Random):
         self.kind, self.draws, self.of = kind, draws, draws.randint
         self.pipe, self.tensor = draws.choice([1, 1, 2]), draws.choice([1, 1, 2, 3])
-        self.expert = draws.choice([1, 2]) if kind in (*MIXTURES, *LATENT) and self.tensor < 3 else 1
+        self.expert = draws.choice([1, 2]) if kind in (*MIXED, *LATENT) and self.tensor < 3 else 1
         self.heads, self.layers = self.tensor * self.of(1, 4), self.of(self.pipe, 4)
 
     def drawn(self) -> tuple[Fields, dict[str, int]]:
@@ -38,7 +39,7 @@ class _Model:
             fields = self._gpt2()
         else:
             fields = self._sizes() | (self._deepseek() if self.kind in LATENT else self._decoder())
-            if self.kind in MIXTURES:
+            if self.kind in MIXED:
                 fields |= self._mixture()
             if self.kind in HYBRIDS:
                 fields |= self._linear()
@@ -96,6 +97,8 @@ class _Model:
             found |= dict.fromkeys(("attention_bias", "mlp_bias"), self._likely())
         if self.kind == "gemma3_text":
             found["query_pre_attn_scalar"] = self.of(1, 40)
+        if self.kind in QWEN_HYBRIDS:
+            found["partial_rotary_factor"] = min(1.0, self.of(1, found["head_dim"] // 2) * 2.01 / found["head_dim"])
         return found | self._window()
 
     def _window(self) -> Fields:
@@ -141,10 +144,12 @@ class _Model:
 
     def _mixture(self) -> Fields:
         found = self._chosen("num_local_experts" if self.kind in ("mixtral", "gpt_oss") else "num_experts")
-        if self.kind in ("qwen3_moe", "olmoe"):
+        if self.kind in ("qwen3_moe", "olmoe", "qwen3_next"):
             found["norm_topk_prob"] = self._likely()
-        if self.kind == "qwen3_moe":
+        if self.kind in ("qwen3_moe", *QWEN_HYBRIDS):
             found["moe_intermediate_size"] = self.tensor * self.of(3, 20)
+        if self.kind in QWEN_HYBRIDS:
+            found["shared_expert_intermediate_size"] = self.tensor * self.of(3, 9)
         if self.kind == "gpt_oss":
             found |= {"swiglu_alpha": self._power(-1, 0.7), "swiglu_limit": self._power(-1, 1)}
         return found

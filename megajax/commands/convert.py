@@ -21,8 +21,8 @@ def import_hf(argv: Sequence[str]) -> None:
     """Make a run directory at step 0 from a model in the Hugging Face format."""
     parser = Parser(
         "Create a run directory at step 0 from a model in the Hugging Face format, pretrained or fine-tuned: GPT-2, "
-        "Llama, Qwen2, Qwen3, Mistral, Gemma 3, OLMo 3 or hybrid, BERT, or a mixture of experts (Mixtral, OLMoE, "
-        "Qwen3-MoE, GPT-OSS, DeepSeek-V2 or V3, Kimi Linear).",
+        "Llama, Qwen2, Qwen3 or 3.5, Mistral, Gemma 3, OLMo 3 or hybrid, BERT, or a mixture of experts (Mixtral, "
+        "OLMoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, GPT-OSS, DeepSeek-V2 or V3, Kimi Linear).",
         "megajax convert import-hf PATH RUN [--adapter PATH] [--flag value ...]",
     )
     parser.add_path("path", metavar="PATH", help="folder with config.json and model.safetensors, or a hub name")

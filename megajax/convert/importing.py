@@ -137,9 +137,9 @@ class StoredWeights:
     def _check(self, exchange: Exchange, shapes: Mapping[str, tuple[int, ...]]) -> None:
         places, tensors, spelled = self._places, self._tensors, self._spelled
         layers = range(self._config.num_layers + self._config.prediction_modules)
-        unused = {spelled(name.format(layer=layer)) for name in places.unused for layer in layers}
+        unused = tuple(spelled(name.format(layer=layer)) for name in places.unused for layer in layers)
         tensors.check(shapes, exchange.heads[self._config.head].kind)
-        known = shapes.keys() | unused | places.copies.keys()
+        known = shapes.keys() | {name for name in tensors.shapes if name.startswith(unused)} | places.copies.keys()
         tensors.check_no_others(known, exchange.architecture(self._config))
         for copy, name in places.copies.items():
             if copy in tensors.shapes and not np.array_equal(tensors.read(copy), tensors.read(spelled(name))):

@@ -1,14 +1,15 @@
-"""Llama, Qwen2, Qwen3, Mistral, Gemma 3, OLMo 3 and hybrid, and the mixtures Qwen3-MoE, Mixtral, OLMoE and GPT-OSS:
-`…ForCausalLM` of transformers. They differ in biases, windows, norms and MLPs, and in what missing fields mean."""
+"""Llama, Qwen2, Qwen3 and 3.5, Mistral, Gemma 3, OLMo 3 and hybrid, and the mixtures Qwen3-MoE, Qwen3-Next,
+Qwen3.5-MoE, Mixtral, OLMoE and GPT-OSS: `…ForCausalLM` of transformers. They differ in biases, windows, norms and MLPs,
+and in what missing fields mean."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, Literal
 
 from megajax.convert.exchange import Exchange, Head
 from megajax.convert.hybrids import linear_attention, linear_places
-from megajax.convert.mixtures import GPT_OSS, MIXTRAL, OLMOE, QWEN3_MOE, ExpertFields
+from megajax.convert.mixtures import GPT_OSS, MIXTRAL, OLMOE, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, ExpertFields
 from megajax.convert.parts import Lacks, OptionGroup, lacks_divisible_heads, rope, rope_by_layer, words
 from megajax.convert.settings import Fields
 from megajax.convert.weights import TensorPlace, linear, spelling
@@ -34,6 +35,12 @@ MLP = {
 }
 
 
+def _joined(theirs: str, dims: str, parts: str, *ours: str) -> dict[str, TensorPlace]:
+    """Products of attention that are joined in one tensor."""
+    place = TensorPlace(f"{theirs}.weight", dims, parts=parts, turned=True)
+    return {f"attention/{name}/weight": replace(place, part=part) for part, name in enumerate(ours)}
+
+
 @dataclass(frozen=True)
 class _Kind:
     """One of these classes."""
@@ -47,6 +54,7 @@ class _Kind:
     heads: Literal["free", "divide", "fill"] = "free"  # any; must divide the width; head sizes must add up to the width
     rope_theta: float = 10_000.0  # if the field is missing, like the next
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # if no field has it
+    rotary_share: float = 0  # of a head, if the field is missing; 0: positions always rotate all of it
     norm_epsilon: float = 1e-6
     tied: bool = False
     activation: tuple[str, Mapping[str, str]] = (
@@ -61,7 +69,8 @@ class _Kind:
     linear: Mapping[str, TensorPlace] = field(default_factory=dict)  # as in `Exchange`, like the next
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     spelled: tuple[tuple[str, str], ...] = ()  # pairs for `spelling`
-    kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # as in `Exchange`
+    kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # as in `Exchange`, like the next
+    unused: tuple[str, ...] = ()
     model_type: str = ""  # its value in config.json; empty: the name in lower case
 
     def read_heads(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,6 +88,7 @@ class _Kind:
         size = fields.value("head_dim", "model.head_size", self.head_size) if has_size else hidden // heads
         if size % 2:
             raise fields.refusal("head_dim", size, "an even number: rotary positions turn pairs of features")
+        fields["head_dim"] = size
         return {"model.num_kv_heads": kv_heads, "model.head_size": size}
 
     def read_bias(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,13 +132,14 @@ class _Kind:
         first, *after = _NORMS[self.all_options["layer_order"]]
         norms = dict(zip(("attention_norm", "mlp_norm"), first, strict=True))
         norms |= dict(zip(("attention_output_norm", "mlp_output_norm"), *after, strict=True)) if after else {}
-        width = self.query_key_norm == "width"
+        width, gated = self.query_key_norm == "width", "attention_gate" in self.options
         return {
             **{f"{ours}/scale": TensorPlace(f"{LAYER}{theirs}.weight", "D") for ours, theirs in norms.items()},
             **linear("attention/query", f"{LAYER}self_attn.q_proj", "QD"),
             **linear("attention/key", f"{LAYER}self_attn.k_proj", "GD"),
             **linear("attention/value", f"{LAYER}self_attn.v_proj", "GD"),
             **linear("attention/output", f"{LAYER}self_attn.o_proj", "DQ"),
+            **(_joined(f"{LAYER}self_attn.q_proj", "qD", "KK", "query", "attention_gate") if gated else {}),
             "attention/sinks": TensorPlace(f"{LAYER}self_attn.sinks", "H"),
             "attention/query_norm/scale": TensorPlace(f"{LAYER}self_attn.q_norm.weight", "Q" if width else "K"),
             "attention/key_norm/scale": TensorPlace(f"{LAYER}self_attn.k_norm.weight", "G" if width else "K"),
@@ -167,6 +178,13 @@ def _all_but_every_fourth(fields: Fields) -> list[bool]:
     return [n % min(4, layers) < min(3, layers - 1) for n in range(layers)]
 
 
+def _by_interval(fields: Fields) -> list[bool]:
+    interval = fields.get("full_attention_interval", 4)
+    if type(interval) is not int or interval < 1:
+        raise fields.refusal("full_attention_interval", interval, "1 or more: every so many layers one is not linear")
+    return [(n + 1) % interval > 0 for n in range(fields["num_hidden_layers"])]
+
+
 def _exchange(kind: _Kind) -> Exchange:
     return Exchange(
         family="decoder",
@@ -176,7 +194,11 @@ def _exchange(kind: _Kind) -> Exchange:
         options=kind.all_options,
         fixed={"is_causal": True, **kind.fixed} | dict(kind.experts.fixed if kind.experts else ()),
         aliases={kind.experts.number_too: kind.experts.number} if kind.experts else {},
-        defaults={"norm_epsilon": kind.norm_epsilon, "tied_embedding": kind.tied, "renormalize_shares": False},
+        defaults={
+            "norm_epsilon": kind.norm_epsilon,
+            "tied_embedding": kind.tied,
+            "renormalize_shares": kind.experts is not None and kind.experts.renormalizes,
+        },
         parts=(
             words("activation", *kind.activation),
             OptionGroup(
@@ -189,7 +211,12 @@ def _exchange(kind: _Kind) -> Exchange:
             OptionGroup(("dropout",), read_dropout, lambda model: {"attention_dropout": model.dropout}),
             rope_by_layer(kind.rope_theta, kind.window.theta, "rope_local_base_freq" if kind.window.local else "")
             if kind.window.theta
-            else rope(kind.rope_theta, missing=kind.rope_scaling, may_lack=bool(kind.linear)),
+            else rope(
+                kind.rope_theta,
+                missing=kind.rope_scaling,
+                share=kind.rotary_share,
+                may_lack=bool(kind.linear) and not kind.rotary_share,
+            ),
             *(() if kind.linear else (kind.window.options(),)),
             *((_query_scalar(kind.query_scalar),) if kind.query_scalar else ()),
             *(kind.experts.parts() if kind.experts else ()),
@@ -204,11 +231,55 @@ def _exchange(kind: _Kind) -> Exchange:
         linear=kind.linear,
         joined=kind.joined,
         copies={"lm_head.weight": "model.embed_tokens.weight"},
-        unused=(f"{LAYER}self_attn.rotary_emb.inv_freq",),  # older versions stored the angles
+        unused=(f"{LAYER}self_attn.rotary_emb.inv_freq", *kind.unused),  # older versions stored the angles
         quantized=kind.experts.quantized if kind.experts else "",
         spelling=kind.experts.spelling if kind.experts else spelling(*kind.spelled),
         fused=kind.experts.fused(LAYER) if kind.experts else {},
         kept=kind.kept,
+    )
+
+
+_QWEN_SIZES = {
+    "linear_heads": ("linear_num_value_heads", lambda _: 32),
+    "linear_key_heads": ("linear_num_key_heads", lambda _: 16),
+    "linear_key_size": ("linear_key_head_dim", lambda _: 128),
+    "linear_value_size": ("linear_value_head_dim", lambda _: 128),
+    "linear_convolution": ("linear_conv_kernel_dim", lambda _: 4),
+}
+_JOINED_BY_HEAD = {
+    **_joined(f"{_DELTA}in_proj_qkvz", "yD", "llgg", "query", "key", "value", "attention_gate"),
+    **_joined(f"{_DELTA}in_proj_ba", "bD", "rr", "write", "decay"),
+}
+_JOINED = _joined(f"{_DELTA}in_proj_qkv", "cD", "kkv", "query", "key", "value")
+
+
+def _qwen_hybrid(name: str, experts: ExpertFields | None, joined: Mapping[str, TensorPlace], **others: Any) -> _Kind:
+    """Qwen3-Next and its kind, in which products of linear attention are `joined`."""
+    norms = zip(("attention_norm", "mlp_norm"), *_NORMS["pre"], strict=True)
+    products = {"attention_gate": "in_proj_z", "write": "in_proj_b", "decay": "in_proj_a", "output": "out_proj"}
+    epsilon = OptionGroup(
+        ("linear_norm_epsilon",),
+        lambda *_: {},
+        lambda _: {},
+        lambda model: {"linear_norm_epsilon": 0} if model.linear_norm_epsilon not in (0, model.norm_epsilon) else {},
+    )
+    return _Kind(
+        name,
+        query_key_norm="head",
+        head_size=256,
+        rotary_share=0.25,
+        options={"norm": "rmsnorm-1p", "attention_gate": "sigmoid", "shared_expert_gate": experts is not None},
+        fixed={"sliding_window": None},
+        experts=experts,
+        parts=(linear_attention(_QWEN_SIZES, _by_interval), epsilon),
+        linear={
+            **{f"{ours}/scale": TensorPlace(f"{LAYER}{theirs}.weight", "D") for ours, theirs in norms},
+            **linear_places(_DELTA, products, "norm"),
+            **joined,
+            **(experts.places(LAYER) if experts else MLP),
+        },
+        unused=("mtp.",),  # modules for further tokens
+        **others,
     )
 
 
@@ -286,6 +357,7 @@ _KINDS = (  # a model that fits several is exported as the first of them
         ),
         model_type="olmo_hybrid",
     ),
+    _qwen_hybrid("Qwen3_5", None, _JOINED, kv_heads=4, model_type="qwen3_5_text"),
     _Kind(
         "Mixtral",
         window=Window(None),
@@ -302,6 +374,8 @@ _KINDS = (  # a model that fits several is exported as the first of them
         experts=QWEN3_MOE,
         model_type="qwen3_moe",
     ),
+    _qwen_hybrid("Qwen3Next", QWEN3_NEXT, _JOINED_BY_HEAD, kv_heads=2, model_type="qwen3_next"),
+    _qwen_hybrid("Qwen3_5Moe", QWEN3_5_MOE, _JOINED, kv_heads=2, model_type="qwen3_5_moe_text"),
     _Kind("Olmoe", query_key_norm="width", heads="fill", norm_epsilon=1e-5, experts=OLMOE),
     _Kind(
         "GptOss",

@@ -2,12 +2,12 @@
 disk. In memory transformers 5 fuses them, and `save_pretrained` can write that too."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megajax.convert.parts import Lacks, OptionGroup
 from megajax.convert.settings import Fields
-from megajax.convert.weights import Spelling, TensorPlace, spelling
+from megajax.convert.weights import Spelling, TensorPlace, linear, spelling
 from megajax.core.models.config import ModelConfig
 
 
@@ -16,11 +16,13 @@ class ExpertFields:
     """How a class stores experts."""
 
     number: str  # field with their number
-    number_too: str  # another name that transformers accepts for it
+    number_too: str  # another name that transformers accepts for it; empty: none
     size: str  # field with an expert's width
     module: str  # a layer's module with the router and the experts
     products: tuple[str, str, str]  # gate, up and down
     renormalized: bool = False  # whether shares always sum to 1; otherwise a field says so
+    renormalizes: bool = False  # and what that means if it is missing
+    shared: str = ""  # field with the width of a shared expert that has a gate; empty: there is none
     fixed: tuple[tuple[str, Any], ...] = ()  # other fields that have one value
     quantized: str = ""  # as in `Exchange`
     no_mlps: tuple[str, ...] = ()  # fields that list layers with an MLP; must be empty or null
@@ -38,8 +40,14 @@ class ExpertFields:
 
     def sizes(self) -> OptionGroup:
         """Numbers and sizes of experts."""
-        sizes = ("num_experts", "experts_per_token", "mlp_size", "expert_size")
-        return OptionGroup(sizes, self._read, self._write, _lacks_experts)
+        sizes = (
+            "num_experts",
+            "experts_per_token",
+            "mlp_size",
+            "expert_size",
+            *["shared_expert_size"] * bool(self.shared),
+        )
+        return OptionGroup(sizes, self._read, self._write, self._lacks)
 
     def _read(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         for name in self.no_mlps:
@@ -48,15 +56,21 @@ class ExpertFields:
         chosen = fields.value("num_experts_per_tok", "model.experts_per_token")
         if chosen > experts:
             raise fields.refusal("num_experts_per_tok", chosen, f"1 to {experts}, {self.number}")
-        inner = fields.value("intermediate_size", "model.mlp_size")
         size = fields.value(self.size, "model.expert_size")
+        inner = fields.value("intermediate_size", "model.mlp_size", size)
         found = {"num_experts": experts, "experts_per_token": chosen, "mlp_size": inner, "expert_size": size}
+        found |= {"shared_expert_size": fields.value(self.shared, "model.shared_expert_size")} if self.shared else {}
         return {f"model.{name}": value for name, value in found.items()}
 
     def _write(self, model: ModelConfig) -> dict[str, Any]:
         numbers = {self.number: model.num_experts, "num_experts_per_tok": model.experts_per_token}
         sizes = {"intermediate_size": model.mlp_size} | {self.size: model.expert_size}
+        sizes |= {self.shared: model.shared_expert_size} if self.shared else {}
         return numbers | sizes | {name: [] for name in self.no_mlps}
+
+    def _lacks(self, model: ModelConfig) -> Lacks:
+        lacking: Lacks = {} if model.num_experts else {"num_experts": 8}
+        return lacking | ({"shared_expert_size": 8} if self.shared and not model.shared_expert_size else {})
 
     def _names(self, layer: str) -> tuple[str, str, str]:
         gate, up, down = (f"{layer}{self.module}.experts.{{expert}}.{name}.weight" for name in self.products)
@@ -74,12 +88,16 @@ class ExpertFields:
 
     def places(self, layer: str) -> dict[str, TensorPlace]:
         """The places of a layer's weights; `layer` as in `fused`."""
-        gate, up, down = self._names(layer)
+        (gate, up, down), shared = self._names(layer), f"{layer}{self.module}.shared_expert"
         return {
             "mlp/router/weight": TensorPlace(f"{layer}{self.module}.gate.weight", "ED", turned=True),
             "mlp/gate/weight": TensorPlace(gate, "XD", turned=True),
             "mlp/up/weight": TensorPlace(up, "XD", turned=True),
             "mlp/down/weight": TensorPlace(down, "DX", turned=True),
+            "mlp/shared_expert_gate": TensorPlace(f"{shared}_gate.weight", "1D", turned=True),
+            **linear("mlp/shared/gate", f"{shared}.gate_proj", "SD"),
+            **linear("mlp/shared/up", f"{shared}.up_proj", "SD"),
+            **linear("mlp/shared/down", f"{shared}.down_proj", "DS"),
         }
 
 
@@ -101,10 +119,6 @@ class JoinedExpertFields(ExpertFields):
             places[f"mlp/{ours}/weight"] = TensorPlace(f"{experts}{name}", f"E{dims}", part, parts)
             places[f"mlp/{ours}/bias"] = TensorPlace(f"{experts}{name}_bias", f"E{dims[1]}", part, parts)
         return places
-
-
-def _lacks_experts(model: ModelConfig) -> Lacks:
-    return {} if model.num_experts else {"num_experts": 8}
 
 
 def _lacks_balance(model: ModelConfig) -> Lacks:
@@ -130,6 +144,8 @@ QWEN3_MOE = ExpertFields(
     fixed=(("decoder_sparse_step", 1),),
     no_mlps=("mlp_only_layers",),
 )
+QWEN3_NEXT = replace(QWEN3_MOE, number_too="", renormalizes=True, shared="shared_expert_intermediate_size")
+QWEN3_5_MOE = replace(QWEN3_NEXT, renormalized=True, fixed=(), no_mlps=())
 OLMOE = ExpertFields(
     "num_experts", "num_local_experts", "intermediate_size", "mlp", _PRODUCTS, fixed=(("clip_qkv", None),)
 )

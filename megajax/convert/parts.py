@@ -95,8 +95,9 @@ _SCALINGS: dict[str, dict[str, str]] = {  # by rope_type: options of ours by the
     "yarn": {"factor": "rope_factor", **_YARN, _LENGTH: "rope_original_length", _ATTENTION: "rope_attention_factor"},
 }
 _SCALES = ("mscale", "mscale_all_dim")  # two that make the attention factor, as in DeepSeek's files
-_IGNORED = "finetuned"  # by transformers too
-_KNOWN = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALES, *ChainMap(*_SCALINGS.values()))
+_IGNORED = ("finetuned", "mrope_section", "mrope_interleaved")  # by transformers too, in text
+_SHARE = "partial_rotary_factor"  # of a head's features, the first ones, that positions rotate
+_KNOWN = ("rope_type", "type", "rope_theta", _SHARE, *_SCALES, *ChainMap(*_SCALINGS.values()))
 
 
 def _read_rope(fields: Fields, section: Fields, default: float, *, beside: bool = True) -> dict[str, Any]:
@@ -124,10 +125,10 @@ def _read_kind(fields: Fields, section: Fields) -> str:
     kind = "rope_type" if "rope_type" in section else "type"
     section.check(kind, *_SCALINGS)
     for name, value in section.items():
-        if name not in (*_KNOWN, _IGNORED):
+        if name not in (*_KNOWN, *_IGNORED):
             raise section.refusal(name, value, f"without it; known are {', '.join(_KNOWN)}")
     for owner in section, fields:
-        owner.check("partial_rotary_factor", 1, None)
+        owner.check(_SHARE, 1, None)
     return str(section.get(kind, "default"))
 
 
@@ -159,6 +160,22 @@ def _read_scores(section: Fields) -> dict[str, Any]:
     return {"model.rope_score_scale": section.value(_SCALES[1], "model.rope_score_scale")}
 
 
+def _read_share(fields: Fields, section: Fields, missing: float) -> dict[str, Any]:
+    """How many features of a head are rotated."""
+    owner, size = section if _SHARE in section else fields, fields["head_dim"]
+    share, _ = owner.pop(_SHARE, missing), fields.pop(_SHARE, None)
+    rotary = int(size * share) if type(share) in (int, float) and 0 < share <= 1 else 1
+    if rotary % 2 or not rotary:
+        raise owner.refusal(_SHARE, share, f"more than 0, up to 1, for an even number of the {size} of head_dim")
+    return {"model.rotary_size": rotary % size}
+
+
+def _write_share(model: ModelConfig) -> dict[str, Any]:
+    size, rotary = model.head_size, model.rotary_size or model.head_size
+    possible = rotary / size, math.nextafter(rotary / size, 1)  # transformers rounds down
+    return {_SHARE: next(share for share in possible if int(size * share) == rotary)}
+
+
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
     """Write both spellings: transformers before version 5 does not know `rope_parameters`, and would silently use the
     default angles."""
@@ -179,10 +196,16 @@ _ROPE_OPTIONS = ("rope_theta", "rope_scaling", *dict.fromkeys(ChainMap(*_SCALING
 
 
 def rope(
-    default: float, *, scores: bool = False, missing: Mapping[str, Any] | None = None, may_lack: bool = False
+    default: float,
+    *,
+    scores: bool = False,
+    missing: Mapping[str, Any] | None = None,
+    may_lack: bool = False,
+    share: float = 0,
 ) -> OptionGroup:
     """Rotary positions; `default` is the base of the angles if it is missing, and `missing` their scaling. With
-    `scores` scaling may multiply scores too, with `may_lack` a null base means that there are no positions."""
+    `scores` scaling may multiply scores too, with `may_lack` a null base means that there are no positions.
+    With a `share` positions rotate as much of each head as a field says, or this if it is missing."""
 
     def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         section = fields.section("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
@@ -190,13 +213,22 @@ def rope(
             section |= missing or {}
         if may_lack and (section if "rope_theta" in section else fields).get("rope_theta", default) is None:
             return {"model.positions": "none"}
-        return _read_rope(fields, section, default) | (_read_scores(section) if scores else {})
+        rotary = _read_share(fields, section, share) if share else {}
+        return rotary | _read_rope(fields, section, default) | (_read_scores(section) if scores else {})
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        return _write_rope(model) | (_write_share(model) if share else {})
 
     def lacks(model: ModelConfig) -> Lacks:
         return {"positions": "rotary"} if may_lack and model.positions == "learned" else {}
 
-    options = (*_ROPE_OPTIONS, *["rope_score_scale"] * scores, *["positions"] * may_lack)
-    return OptionGroup(options, read, _write_rope, lacks)
+    options = (
+        *_ROPE_OPTIONS,
+        *["rope_score_scale"] * scores,
+        *["positions"] * may_lack,
+        *["rotary_size"] * bool(share),
+    )
+    return OptionGroup(options, read, write, lacks)
 
 
 def rope_by_layer(default: float, in_window: float, local: str = "") -> OptionGroup:

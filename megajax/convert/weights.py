@@ -5,8 +5,9 @@ and made one by one. Letters: V vocabulary, T positions, C classes, D model, Q q
 all their heads, H heads, J queries, keys and values together, K head size, O values of all query heads, F feed-forward,
 E experts, X an expert's feed-forward, Y twice that, S a shared expert's, L layers; of latent attention, R the input of
 queries, Z the latent, W that with the shared key, U keys without it and values of all heads; P two times D; of linear
-attention, k keys of all heads, v values, c queries, keys and values together, h heads, s a head's values, t taps; a
-digit is a literal size.
+attention, k keys of all heads, v values, c queries, keys and values together, h heads, s a head's values, t taps; of
+Qwen's joined tensors, q two times Q, y two times k and v, b two times h, and of a key head l its keys, g its values, r
+its value heads; a digit is a literal size.
 """
 
 import dataclasses
@@ -113,7 +114,10 @@ def dim_sizes(config: ModelConfig) -> dict[str, int]:
     sizes |= {"U": queries - config.num_heads * rotary + values}
     keys, values = config.linear_key_heads * config.linear_key_size, config.linear_heads * config.linear_value_size
     sizes |= {"k": keys, "v": values, "c": 2 * keys + values, "h": config.linear_heads}
-    return sizes | {"s": config.linear_value_size, "t": config.linear_convolution}
+    sizes |= {"s": config.linear_value_size, "t": config.linear_convolution, "l": config.linear_key_size}
+    several = config.linear_heads // (config.linear_key_heads or 1)
+    sizes |= {"r": several, "g": several * config.linear_value_size}
+    return sizes | {"q": 2 * queries, "y": 2 * (keys + values), "b": 2 * config.linear_heads}
 
 
 def spelling(*pairs: tuple[str, str]) -> Spelling:
@@ -133,7 +137,7 @@ class TensorPlaces:
     blocks: Mapping[str, TensorPlace]  # weights of every layer
     copies: Mapping[str, str]  # optional tensor -> the tensor that it must be a copy of
     written_copies: Mapping[str, str]  # those of them that are written, too
-    unused: Collection[str]  # optional tensors that are not read; a layer's contain `{layer}`
+    unused: Collection[str]  # optional tensors that are not read, or how they begin; a layer's contain `{layer}`
     spelling: Spelling
     # Tensor of a layer as transformers 5 has it in memory -> the tensors on disk of each expert that it holds, one
     # after the other.

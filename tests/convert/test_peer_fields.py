@@ -18,7 +18,10 @@ pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
 
-MULTIMODAL = {"image_token_id", "mm_tokens_per_image", "text_config", "vision_config"}  # Gemma 3's, in the same file
+# Gemma 3's and Qwen3.5's, in the same file.
+MULTIMODAL = {"image_token_id", "video_token_id", "mm_tokens_per_image", "text_config", "vision_config", "num_heads"}
+MULTIMODAL |= {"depth", "in_channels", "num_position_embeddings", "out_hidden_size", "patch_size"}
+MULTIMODAL |= {"spatial_merge_size", "temporal_patch_size"}
 HARMLESS: dict[str, Any] = {  # fields that change no logits, each with another value than usual
     "_name_or_path": "a/model",
     "transformers_version": "4.1.0",

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {  # a class, its
 # Numbers of those that are drawn for the default selection: windows of some layers, groups of experts, meshes.
 USUAL = {"gpt2": 4, "llama": 4, "qwen2": 2, "qwen3": 7, "mistral": 2, "gemma3_text": 3, "olmo3": 5, "mixtral": 2}
 USUAL |= {"qwen3_moe": 7, "olmoe": 1, "gpt_oss": 3, "deepseek_v3": 3, "deepseek_v2": 4, "olmo_hybrid": 0}
-USUAL |= {"kimi_linear": 0}
+USUAL |= {"kimi_linear": 0, "qwen3_next": 3, "qwen3_5_text": 0, "qwen3_5_moe_text": 5}
 assert (*USUAL,) == ODD_KINDS
 ODD = [f"{kind} {number}" for kind, number in USUAL.items()]
 MORE = [f"{kind} {number}" for number in range(8) for kind in ODD_KINDS if number != USUAL[kind]]
@@ -140,7 +140,7 @@ def as_stored(name: str, tensor: np.ndarray, kind: str) -> dict[str, np.ndarray]
 
 
 @pytest.mark.parametrize("case", [*(name for name in CASES if "no order" not in name), *ODD, *map(full, MORE)])
-def test_logits_loss_and_gradients(case: str, tmp_path: Path) -> None:
+def test_logits_loss_and_gradients(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Imported: the logits within 1e-5 of the largest of theirs in fp64; the loss, and every gradient within 1e-5. Some
     drawn models are badly conditioned: their logits may be 5 times as far from fp64 as theirs in fp32, and gradients,
     small sums of large numbers, within 5e-5: of three that differed by more than 1e-5, ours in fp64 were as far from
@@ -169,6 +169,8 @@ def test_logits_loss_and_gradients(case: str, tmp_path: Path) -> None:
     peer.zero_grad()
     with torch.no_grad():
         rounded = peer_logits(peer, batch)[0].numpy()
+        for owner, name in (torch, "float32"), (torch, "float"), (torch.Tensor, "float"):  # which its layers ask for
+            monkeypatch.setattr(owner, name, owner.double)
         theirs = peer_logits(peer.double(), batch)[0].numpy()
     ours = np.asarray(logits(program)(params, placed))[..., : model.vocab_size]
     there = np.arange(model.sequence_length) < batch.get("length", np.full(8, model.sequence_length))[:, None]
@@ -199,6 +201,28 @@ def test_logits_loss_and_gradients(case: str, tmp_path: Path) -> None:
         error, rounding = (np.linalg.norm(other[name] - leaf) for other in (actual, of_rounded or expected))
         least = (1e-5 if case in CASES else 5e-5) * max(norms[name], 1e-3 * of_all)
         assert error <= max(least, 5 * rounding), (name, error / least, rounding / least)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_packed_documents_of_hybrids(kind: str, tmp_path: Path) -> None:
+    """Theirs one by one, which refuses packed ones; half of the tokens are the same."""
+    peer = peer_model(CLASSES[kind], **SETTINGS[kind])
+    peer.save_pretrained(tmp_path)
+    source = open_source(tmp_path, {"data.reset_attention": True, "train.global_batch": 2, "train.microbatch": 2})
+    program = tiny_program(source.config)
+    batch = random_batch(source.config, 0)
+    batch["tokens"][:, ::2] = 7
+    state = program.layout.from_canonical(program.layout.begin(weights_of(source)))
+    ours = np.asarray(logits(program)(state.params, program.put_batch(batch, program.local_rows)))
+    documents = 0
+    for row, positions_T in enumerate(batch["positions"]):
+        for document in np.split(np.arange(len(positions_T)), np.flatnonzero(positions_T == 0)[1:]):
+            with torch.no_grad():
+                theirs = peer(long(batch["tokens"][row, document])[None]).logits[0].numpy()
+            found = ours[row, document, : theirs.shape[-1]]
+            np.testing.assert_allclose(found, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+            documents += len(document) > 1
+    assert documents > 3
 
 
 def test_prediction_modules(tmp_path: Path) -> None:

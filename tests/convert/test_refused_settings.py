@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from hugging_face import LLAMA3, YARN, refusal, write_model
 
-TYPES = '"gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo3", "olmo_hybrid", "mixtral", "qwen3_moe", '
-TYPES += '"olmoe", "gpt_oss", "deepseek_v3", "deepseek_v2", "kimi_linear", "megatron-bert", "bert"'
+TYPES = '"gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo3", "olmo_hybrid", "qwen3_5_text", '
+TYPES += '"mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe", "gpt_oss", "deepseek_v3", "deepseek_v2", '
+TYPES += '"kimi_linear", "megatron-bert", "bert"'
 COMMON_RATE = r"all the same, or --model\.dropout"
 
 # The model, and its head after a blank; a field of its config.json, its value, what would be valid.
 FIELDS: list[tuple[str, str, Any, str]] = [
     *(("gpt2", "model_type", kind, TYPES)
-      for kind in ("gemma", "phi3", "qwen2_moe", "glm4", "glm4_moe", "llama4", "mistral3")),
+      for kind in ("gemma", "phi3", "qwen2_moe", "glm4", "glm4_moe", "llama4", "mistral3", "qwen3_5")),
     ("gpt2", "quantization_config", {"quant_method": "gptq"}, "null, with weights in F32, F16 or BF16"),
     ("gpt2", "activation_function", "relu", '"gelu_new", "gelu_pytorch_tanh", "gelu"'),
     ("gpt2", "layer_norm_epsilon", 0, "more than 0"),
@@ -51,6 +52,10 @@ FIELDS: list[tuple[str, str, Any, str]] = [
     ("qwen3_moe", "decoder_sparse_step", 2, "1"),
     ("qwen3_moe", "mlp_only_layers", [0], r"\[\], null"),
     ("qwen3_moe", "moe_intermediate_size", None, "a whole number"),
+    ("qwen3_next", "mlp_only_layers", [0], r"\[\], null"),
+    ("qwen3_next", "partial_rotary_factor", 0.4, "more than 0, up to 1, for an even number of the 8 of head_dim"),
+    ("qwen3_5_text", "attention_bias", True, "false"),
+    ("qwen3_5_moe_text", "shared_expert_intermediate_size", 0, "more than 0"),
     ("olmoe", "clip_qkv", 8.0, "null"),
     ("gpt_oss", "attention_bias", False, "true"),
     ("mixtral", "quantization_config", {"quant_method": "mxfp4"}, "null, with weights in F32, F16 or BF16"),
@@ -120,6 +125,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": YARN | {"truncate": None}}, r"rope_scaling\.truncate is null; valid: true or false"),
     ("llama", {"rope_scaling": YARN | {"mscale": "1", "mscale_all_dim": 1}}, r'mscale is "1"; valid: a finite number'),
     ("llama", {"rope_parameters": {"full_attention": {}}}, r"rope_parameters\.full_attention is .*valid: without it"),
+    ("qwen3_next", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval is 0; valid: 1 or mo"),
     ("mixtral", {"num_local_experts": 9999}, "is 2 of 9999 experts, but there are 47 tensors in all; valid"),
     ("mixtral", {"num_local_experts": 6}, r"experts\.5\.w1\.weight.* missing .*; valid"),
     ("llama", {"num_hidden_layers": 3}, r"model\.layers\.2\..* missing .*all of a Llama"),

@@ -57,6 +57,10 @@ NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
         full("mistral", "float16", {"sliding_window": 5}),
         ("mixtral", "bfloat16", {}),
         full("qwen3_moe", "float16", {"norm_topk_prob": True}),
+        full("qwen3_next", "float32", {"norm_topk_prob": False}),
+        ("qwen3_next", "bfloat16", {"partial_rotary_factor": 0.25}),
+        full("qwen3_5_text", "float32", TIED),
+        full("qwen3_5_moe_text", "float16", {}),
         full("olmoe", "float32", {"norm_topk_prob": False}),
         ("gpt_oss", "bfloat16", {"swiglu_limit": 5.5, "sliding_window": 7}),
         ("deepseek_v3", "float16", {"q_lora_rank": None, "num_nextn_predict_layers": 1}),
@@ -244,6 +248,7 @@ def test_what_older_files_have(tmp_path: Path) -> None:
     angles = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for n in range(2)}
     span = random_tensors("bert", head="span")
     pooler = {f"bert.pooler.dense.{part}": bert[f"bert.pooler.dense.{part}"] for part in ("weight", "bias")}
+    qwen = random_tensors("qwen3_next")
     masked, head = {"architectures": ["BertForMaskedLM"]}, {"architectures": [class_of("bert", "span")]}
     for number, (kind, tensors, further, settings) in enumerate(
         (
@@ -251,6 +256,7 @@ def test_what_older_files_have(tmp_path: Path) -> None:
             ("gpt2", gpt2, gpt2 | {"lm_head.weight": gpt2["transformer.wte.weight"].copy()}, {}),
             ("bert", bert, older | {"bert.embeddings.position_ids": positions}, masked),
             ("bert", span, span | pooler, head),
+            ("qwen3_next", qwen, qwen | {"mtp.fc.weight": np.ones((24, 48), np.float32)}, {}),
             ("llama", llama, llama | angles | {"lm_head.weight": llama["model.embed_tokens.weight"] + 0}, TIED),
         )
     ):

@@ -108,6 +108,19 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"linear_layers": "3,1", "positions": "none", "layer_order": "pre-reordered", "linear_write": 1.0}
         | {"linear_norm_epsilon": 1e-5, "norm_epsilon": 1e-6, "linear_heads": 4, "linear_key_heads": 2},
     ),
+    (
+        "qwen3_next",
+        {"num_hidden_layers": 3, "layer_types": None, "full_attention_interval": 3, "partial_rotary_factor": 1.0},
+        {"linear_layers": "2,1", "linear_heads": 4, "linear_key_heads": 2, "linear_key_size": 6, "linear_value_size": 5}
+        | {"linear_convolution": 3, "rotary_size": 0, "norm": "rmsnorm-1p", "attention_gate": "sigmoid"}
+        | {"renormalize_shares": True, "expert_size": 14, "shared_expert_size": 10, "shared_expert_gate": True},
+    ),
+    (
+        "qwen3_5_moe_text",
+        {"rope_parameters": {"partial_rotary_factor": 0.25, "mrope_section": [1, 0, 0]}},
+        {"rotary_size": 2, "renormalize_shares": True, "linear_norm_epsilon": 1e-6, "linear_layers": "1,1"},
+    ),
+    ("qwen3_5_text", {"head_dim": 58, "partial_rotary_factor": 0.932}, {"rotary_size": 54, "num_experts": 0}),
     ("gemma3_text", OLDER, {"window_rope_theta": 9.0, "rope_original_length": 24}),
     ("olmo3", OLDER, {"window_rope_theta": 5e5, "rope_original_length": 24}),
     ("olmo3", {"sliding_window_pattern": 2, "num_hidden_layers": 4}, {"window_layers": "3,1"}),
@@ -155,6 +168,10 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+QWEN_HYBRID = {"norm": "rmsnorm-1p", "query_key_norm": True, "attention_gate": "sigmoid", "rotary_size": 2}
+QWEN_HYBRID |= {"linear_heads": 4, "linear_layers": "1,1"}
+
+
 @pytest.mark.parametrize(("kind", "settings", "expected"), READ)
 def test_settings(kind: str, settings: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     """As transformers understands them, also where they are missing; what is written is read as the same."""
@@ -188,6 +205,8 @@ def test_what_older_files_lack(tmp_path: Path) -> None:
     sizes |= {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 4}
     write_model(tmp_path, "olmo_hybrid", random_tensors("olmo_hybrid", **sizes), without=sizes)
     assert open_source(tmp_path).config.model.linear_value_size == 6
+    write_model(tmp_path, "qwen3_5_moe_text", without=["partial_rotary_factor", "intermediate_size"])
+    assert open_source(tmp_path).config.model.rotary_size == 2
     write_model(tmp_path, "gpt2", attn_pdrop=0.1, without=["resid_pdrop"])
     assert open_source(tmp_path, {"model.dropout": 0.3}).config.model.dropout == 0.3
     write_model(tmp_path, "megatron-bert", architectures=None, attention_probs_dropout_prob=0.2)
@@ -212,6 +231,12 @@ def test_what_older_files_lack(tmp_path: Path) -> None:
             "OlmoeForCausalLM",
         ),
         ({"num_experts": 4, "experts_per_token": 2, **GPT_OSS}, "GptOssForCausalLM"),
+        (QWEN_HYBRID, "Qwen3_5ForCausalLM"),
+        (
+            QWEN_HYBRID
+            | {"num_experts": 4, "experts_per_token": 2, "shared_expert_size": 5, "shared_expert_gate": True},
+            "Qwen3NextForCausalLM",
+        ),
     ],
 )
 def test_the_class_of_a_model(options: dict[str, Any], expected: str) -> None:

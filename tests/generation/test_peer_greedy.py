@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 10, "sliding_window": 9}
     | {"rope_parameters": PEER_YARN | {"truncate": False}, "swiglu_limit": 0.5},
+    "qwen3_next": SETTINGS["qwen3_next"] | SIZES_OF_ALL,
     "deepseek_v3": SETTINGS["deepseek_v3"]
     | {"num_key_value_heads": 6, "rope_parameters": PEER_YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}, **SIZES_OF_ALL},
 }
@@ -83,6 +84,7 @@ def test_the_processors_of_transformers(
 @pytest.mark.parametrize(
     ("kind", "tensor", "expert"),
     [("qwen3", 6, 1), ("gemma3_text", 2, 1), ("olmoe", 2, 2), ("deepseek_v3", 2, 1), ("gpt_oss", 2, 3)]
+    + [full("qwen3_next", 2, 1)]
     + [full(kind, tensor, 1) for kind in ("llama", "qwen2", "mistral") for tensor in (1, 2)]
     + [full(kind, tensor, expert) for kind in ("mixtral", "qwen3_moe") for tensor, expert in ((1, 1), (1, 2), (2, 2))],
 )

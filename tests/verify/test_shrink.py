@@ -53,7 +53,7 @@ def divisibility(config: Config) -> dict[str, object]:
     """What a mesh makes of sizes."""
     model, mesh = config.model, config.mesh
     heads, kv_heads, groups = model.num_heads, model.num_kv_heads, mesh.tensor
-    layers, virtual = model.num_blocks, mesh.pipe * config.pipeline.chunks
+    layers, virtual = len(model.layers_of_periods), mesh.pipe * config.pipeline.chunks
     microbatches = config.train.global_batch // (mesh.data * config.train.microbatch)
     devices = mesh.tensor * (mesh.pipe if config.splits_vocabulary else 1)
     return {
@@ -117,7 +117,8 @@ def check(config: Config, small: Shrunk) -> None:
     assert same(ours) == same(config)
     model = ours.model
     most = 8 * max(ours.mesh.tensor, 2)
-    assert model.num_blocks <= 2 * ours.mesh.pipe * ours.pipeline.chunks and model.num_heads <= most
+    periods = model.layers_of_periods
+    assert len(periods) <= 2 * ours.mesh.pipe * ours.pipeline.chunks and max(periods) <= 4 and model.num_heads <= most
     assert model.hidden_size <= 200 and model.sequence_length < 40 and model.padded_vocab_size <= 200
     assert ours.train.global_batch <= 48 * ours.mesh.data
 
