@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {  # a class, its
 # Numbers of those that are drawn for the default selection: windows of some layers, groups of experts, meshes.
 USUAL = {"gpt2": 4, "llama": 4, "qwen2": 2, "qwen3": 7, "mistral": 2, "gemma3_text": 3, "olmo3": 5, "mixtral": 2}
 USUAL |= {"qwen3_moe": 7, "olmoe": 1, "gpt_oss": 3, "deepseek_v3": 3, "deepseek_v2": 4, "olmo_hybrid": 0}
-USUAL |= {"kimi_linear": 0, "qwen3_next": 3, "qwen3_5_text": 0, "qwen3_5_moe_text": 5}
+USUAL |= {"kimi_linear": 2, "qwen3_next": 3, "qwen3_5_text": 0, "qwen3_5_moe_text": 5}
 assert (*USUAL,) == ODD_KINDS
 ODD = [f"{kind} {number}" for kind, number in USUAL.items()]
 MORE = [f"{kind} {number}" for number in range(8) for kind in ODD_KINDS if number != USUAL[kind]]

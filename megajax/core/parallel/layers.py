@@ -240,7 +240,7 @@ def column_parallel(
 def _biased(y: Array, bias: Array) -> Array:
     """In the form of a matrix, so that XLA for GPUs adds the bias in the product."""
     flat = y.reshape(*y.shape[: y.ndim - bias.ndim], -1)
-    return (flat + spread(bias.reshape(-1), flat)).reshape(y.shape)
+    return (flat + spread(bias, flat)).reshape(y.shape)
 
 
 class RowParallelLinear(_DenseLayer):

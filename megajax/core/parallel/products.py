@@ -146,7 +146,7 @@ def product(x: Array, weight: Array, inner: int, backend: Backend) -> Array:
 
 
 def spread(weight: Array, like: Array) -> Array:
-    """A weight of the last dims of `like`, [*B, *M], for each of the others. Its gradient is summed in at least fp32:
+    """A weight [*M] for each of the first dims of `like`, [*B, *M] or [*B, M]. Its gradient is summed in at least fp32:
     JAX would sum in the compute dtype. In parts (`fixed_tree.py`), those of a weight that all of them share are sums
     over the tokens of each part, whether it has only these or all, and are added up in the tree."""
     return _spread(ranks_in_parts(), weight, like)
@@ -161,13 +161,17 @@ def ranks_in_parts() -> int:
 def _spread(parts: int, weight: Array, like: Array) -> Array:
     @custom_vmap
     def of(weight: Array, like: Array) -> Array:
-        return vary(jnp.broadcast_to(weight, like.shape), sorted(varying_axes(like)))
+        return vary(_spread_over(weight, like.shape), sorted(varying_axes(like)))
 
     @of.def_vmap
     def _(size: int, mapped: list[bool], weight: Array, like: Array) -> tuple[Array, bool]:
         return jax.vmap(of.fun, [0 if each else None for each in mapped])(weight, like), True
 
-    return of(weight, like) if parts else jnp.broadcast_to(weight, like.shape)
+    return of(weight, like) if parts else _spread_over(weight, like.shape)
+
+
+def _spread_over(weight: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.broadcast_to(weight.reshape(-1) if shape[-1] == weight.size else weight, shape)
 
 
 def _spread_gradient(parts: int, weight: Array, grad: Array) -> tuple[Array, None]:
@@ -185,7 +189,8 @@ def _spread_gradient(parts: int, weight: Array, grad: Array) -> tuple[Array, Non
 
     if parts:
         return of(weight, grad), None
-    return jnp.sum(grad, tuple(range(grad.ndim - weight.ndim))), None
+    others = grad.ndim - (1 if grad.shape[-1] == weight.size else weight.ndim)
+    return jnp.sum(grad, tuple(range(others))).reshape(weight.shape), None
 
 
 _spread.defvjp(lambda parts, weight, like: (_spread(parts, weight, like), weight), _spread_gradient)
