@@ -17,13 +17,15 @@ MISTRAL = "fix_mistral_regex"  # a field of `CONFIG` that replaces the rule for 
 _WHOLE = "PreTrainedTokenizerFast"  # the class that takes all of tokenizer.json
 _WHOLE_NAMES = ("PreTrainedTokenizer", "TokenizersBackend")  # its names without the ending `Fast`
 # The class of a `model_type` if tokenizer_config.json names none.
-_CLASSES = dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer") | {
+_CLASSES = {
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "Qwen3_5Tokenizer"),
     "gpt2": "GPT2Tokenizer",
     "olmoe": "GPTNeoXTokenizer",
     "bert": "BertTokenizer",
     "megatron-bert": "BertTokenizer",
 }
-_FIXED = ("qwen2",)  # types that have this class whatever is named, unless `auto_map` names another
+_FIXED = ("qwen2", "qwen3_5_moe_text")  # types that have this class whatever is named, unless `auto_map` names another
 _MODULE, _OWN = "whole_tokenizer", "WholeTokenizer"
 _CODE = f'''"""For transformers with trust_remote_code: take tokenizer.json as it is (without, that is done anyway)."""
 
