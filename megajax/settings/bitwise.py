@@ -15,13 +15,13 @@ _MOST_TERMS = 2**16  # rows times parts: a digit of their sums has at least 14 b
 _MODEL = (
     "num_layers hidden_size num_heads num_kv_heads head_size mlp_size sequence_length vocab_size vocab_multiple "
     "norm_epsilon positions bias query_key_norm query_key_norm_over attention_sinks tied_embedding scaled_embedding "
-    "query_scalar dropout init_std layer_order head num_classes scan_layers rope_theta rope_factor "
-    "rope_low_frequency rope_high_frequency rope_original_length sliding_window window_layers window_rope_theta "
-    "num_experts experts_per_token expert_size shared_expert_size dense_layers expert_capacity renormalize_shares "
-    "router_scores expert_groups chosen_groups share_scale balance balance_coefficient balance_step router_z_loss "
-    "latent_size query_latent_size rotary_size value_size swiglu_alpha swiglu_limit linear_heads linear_layers "
-    "linear_key_heads linear_key_size linear_value_size linear_decay linear_gate linear_write linear_convolution "
-    "linear_norm_epsilon linear_chunk"
+    "query_scalar dropout init_std layer_order head num_classes scan_layers rope_theta rope_factor rope_low_frequency "
+    "rope_high_frequency rope_original_length sliding_window window_layers window_rope_theta num_experts "
+    "experts_per_token expert_size shared_expert_size shared_expert_gate dense_layers expert_capacity "
+    "renormalize_shares router_scores expert_groups chosen_groups share_scale balance balance_coefficient "
+    "balance_step router_z_loss latent_size query_latent_size rotary_size value_size swiglu_alpha swiglu_limit "
+    "linear_heads linear_layers linear_key_heads linear_key_size linear_value_size linear_decay linear_gate "
+    "linear_write linear_convolution linear_norm_epsilon linear_chunk"
 )
 _OPTIMIZER = (
     "learning_rate decay_steps schedule cooldown_steps cooldown_shape warmup_steps warmup_fraction min_learning_rate "

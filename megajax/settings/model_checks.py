@@ -83,7 +83,7 @@ def _check_linear(model: ModelConfig) -> None:
         return
     heads, layers = (as_flag(f"model.{name}", getattr(model, name)) for name in ("linear_heads", "linear_layers"))
     unread = {"latent_size": 0, "attention_sinks": False, "query_key_norm": False, "attention_gate": "none"}
-    for name, value in (unread | {"sliding_window": 0}).items() if all(model.linear) else ():
+    for name, value in (unread | {"sliding_window": 0, "prediction_modules": 0}).items() if all(model.linear) else ():
         if getattr(model, name) != value:
             flag, valid = (as_flag(f"model.{name}", each) for each in (getattr(model, name), value))
             raise UserError(f"{flag} with {heads}; valid: {valid}")
@@ -141,8 +141,9 @@ def _check_rotary(model: ModelConfig) -> None:
     fits = 0 < size < model.head_size and (not size % 2 if model.rotary else latent > 0)
     if (size or latent) and not fits:
         raise UserError(
-            f"--model.rotary-size {size} with --model.latent-size {latent}; valid: {'' if latent else '0, or '}an even "
-            f"size from 2 to less than --model.head-size, {model.head_size}"
+            f"--model.rotary-size {size} with --model.latent-size {latent}; valid: "
+            f"{'' if latent else '0, or ' if model.rotary else '0, or with --model.positions rotary '}an even size "
+            f"from 2 to less than --model.head-size, {model.head_size}"
         )
     if model.rotary and model.head_size % 2 and not size:
         raise UserError(

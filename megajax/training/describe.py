@@ -136,15 +136,11 @@ def _layers_line(config: Config, program: Program) -> str:
         slots = sum(stack.run for stack in layout.stacks.values())
         return f"layers: {placement} periods, each with slots for {slots} layers, of which some hold none"
     line = f"layers: {placement}, padded to {placement.layers_per_chunk}"
-    if config.model.linear_heads:
-        return line
     size = padding(config, memory(config, program.backend)) / 2**20
     return f"{line}: up to {size:,.1f} MiB per device hold none"
 
 
 def _step_memory(config: Config, program: Program) -> str:
-    if config.model.linear_heads:
-        return ""  # which is not planned yet
     plan = memory(config, program.backend)
     parts = {
         "stored activations": plan.kept,

@@ -46,10 +46,10 @@ function, arguments = pickle.load(sys.stdin.buffer)
 sys.stdout.buffer.write(pickle.dumps(function(*arguments)))
 """
 PLAIN_ROPE = {"rope_scaling": "none", "rope_factor": 1.0, "rope_score_scale": 0.0}
-EXPERTS = MIXTURE | PLAIN_ROPE | {"balance": "both"}
+EXPERTS = MIXTURE | PLAIN_ROPE | {"balance": "both", "shared_expert_gate": True}
 DEEPSEEK = MIXTURE | LATENT | PLAIN_ROPE | {"router_scores": "sigmoid", "dense_layers": 1, "balance": "bias"}
 DEEPSEEK |= {"expert_groups": 4, "chosen_groups": 2, "share_scale": 1.5}
-LINEAR = QWEN3 | {"linear_heads": 4, "linear_key_size": 6, "linear_value_size": 4}
+LINEAR = QWEN3 | {"linear_heads": 4, "linear_key_size": 6, "linear_value_size": 4, "layer_order": "pre-reordered"}
 BERT = {"family": "bert", "activation": "gelu", "layer_order": "post"}
 
 
