@@ -12,7 +12,7 @@ from megajax.convert.llama import LAYER, MLP, read_dropout
 from megajax.convert.mixtures import DEEPSEEK, KIMI, ExpertFields
 from megajax.convert.parts import Lacks, OptionGroup, rope, words
 from megajax.convert.settings import Fields
-from megajax.convert.weights import TensorPlace, linear, spelling
+from megajax.convert.weights import TensorPlace, spelling
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.turns import in_each_layer
 
@@ -29,7 +29,7 @@ class _Kind:
     biased: bool  # whether routers have biases for choosing
     fixed: Mapping[str, Any]
     experts: ExpertFields = DEEPSEEK
-    aliases: Mapping[str, str] = field(default_factory=dict)  # as in `Exchange`
+    aliases: Mapping[str, str] = field(default_factory=lambda: _ALIASES)  # as in `Exchange`
     groups: tuple[int | None, int | None] = (None, None)  # of experts, and chosen ones, if fields are missing
     scale: float = 1.0  # of shares, like the next
     dense: int = 3  # first layers
@@ -138,28 +138,25 @@ class _Kind:
         attention = {name: replace(place, pairs="") for name, place in _BLOCKS.items()} if self.hybrid else _BLOCKS
         attention |= {"attention/query/weight": replace(_query("q_proj"), pairs="")} if self.hybrid else {}
         of_linear = _KIMI if self.hybrid else {}
-        mixture = self.experts.places(LAYER) | _shared(self.experts.module)
+        mixture, predicts = self.experts.places(LAYER), self.biased and not self.hybrid
         return Exchange(
             family="decoder",
             model_type=self.model_type,
             dialect="mixture",
             heads={"pretraining": Head((f"{self.name}ForCausalLM",), f"a {self.name}")},
-            options={"norm": "rmsnorm", "positions": "none", "linear_decay": "channel", "linear_gate": "sigmoid"}
-            if self.hybrid
-            else {"norm": "rmsnorm", "positions": "rotary"},
+            options={"norm": "rmsnorm", "bias": "none"} | (_HYBRID if self.hybrid else {"positions": "rotary"}),
             fixed={"is_causal": True, "attention_bias": False, **self.fixed},
             aliases=self.aliases,
             defaults={"norm_epsilon": 1e-5 if self.hybrid else 1e-6, "tied_embedding": False},
             parts=(
                 words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
                 OptionGroup(_HEADS, self.read_heads, self.write_heads, self.lacks_heads),
-                OptionGroup(("bias",), lambda *_: {"model.bias": "none"}, lambda _: {}, _lacks_bias),
                 OptionGroup(("dropout",), read_dropout, lambda model: {"attention_dropout": model.dropout}),
                 self.experts.sizes(),
                 OptionGroup(_ROUTER, self.read_router, self.write_router, self.lacks_router),
                 OptionGroup(("shared_expert_size", "dense_layers"), self.read_others, _write_others, _lacks_others),
-                *((_MODULES,) if self.biased and not self.hybrid else ()),
-                *((_LINEAR, _UNTIED) if self.hybrid else (rope(10_000.0, scores=True),)),
+                *((_MODULES,) if predicts else ()),
+                _LINEAR if self.hybrid else rope(10_000.0, scores=True),
             ),
             shared={
                 "table": TensorPlace("model.embed_tokens.weight", "VD"),
@@ -169,20 +166,16 @@ class _Kind:
             blocks=attention | mixture,
             linear=of_linear | mixture,
             dense=(of_linear or _BLOCKS) | MLP,
-            prediction=_PREDICTION if self.biased and not self.hybrid else {},
-            prediction_copies=_COPIES if self.biased and not self.hybrid else {},
+            prediction=_PREDICTION if predicts else {},
+            prediction_copies=_COPIES if predicts else {},
             of_model=_plain_queries,
             copies={"lm_head.weight": "model.embed_tokens.weight"},
             unused=(f"{_ATTENTION}rotary_emb.inv_freq",),
             fused=self.experts.fused(LAYER),
             joined=_CONVOLUTIONS if self.hybrid else {},
             spelling=spelling(*_SPELLED) if self.hybrid else spelling(),
-            kept=dict.fromkeys(("bf16", "fp16"), (_CHOICE,)) if self.biased and not self.hybrid else {},
+            kept=dict.fromkeys(("bf16", "fp16"), ("e_score_correction_bias",)) if predicts else {},
         )
-
-
-def _lacks_bias(model: ModelConfig) -> Lacks:
-    return {} if model.bias == "none" else {"bias": "none"}
 
 
 def _write_others(model: ModelConfig) -> dict[str, Any]:
@@ -228,17 +221,6 @@ _BLOCKS = {
     "attention/key_value/weight": TensorPlace(f"{_ATTENTION}kv_b_proj.weight", "UZ", turned=True),
     "attention/output/weight": TensorPlace(f"{_ATTENTION}o_proj.weight", "DO", turned=True),
 }
-_CHOICE = "gate.e_score_correction_bias"
-
-
-def _shared(module: str) -> dict[str, TensorPlace]:
-    """What mixtures have beside experts, in a module of a layer."""
-    return {
-        "mlp/router/bias": TensorPlace(f"{LAYER}{module}.{_CHOICE}", "E"),
-        **linear("mlp/shared/gate", f"{LAYER}{module}.shared_experts.gate_proj", "SD"),
-        **linear("mlp/shared/up", f"{LAYER}{module}.shared_experts.up_proj", "SD"),
-        **linear("mlp/shared/down", f"{LAYER}{module}.shared_experts.down_proj", "DS"),
-    }
 
 
 def _kimi_layers(fields: Fields) -> list[bool]:
@@ -281,7 +263,7 @@ _SIZES = linear_attention(
     _kimi_layers,
 )
 _LINEAR = replace(_SIZES, read=_read_linear, lacks=_lacks_linear)
-_UNTIED = words("tied_embedding", "tie_word_embeddings", {False: False})  # whatever the field says
+_HYBRID = {"positions": "none", "linear_decay": "channel", "linear_gate": "sigmoid", "tied_embedding": False}
 _PRODUCTS = {"query": "q", "key": "k", "value": "v", "write": "b", "output": "o"}
 _KIMI = {
     **{name: _BLOCKS[name] for name in ("attention_norm/scale", "mlp_norm/scale")},
@@ -312,26 +294,22 @@ _COPIES = {
     f"{LAYER}embed_tokens.weight": "model.embed_tokens.weight",
     f"{LAYER}shared_head.head.weight": "lm_head.weight",
 }
-_ALIASES = dict.fromkeys((DEEPSEEK.number_too, "num_local_experts"), DEEPSEEK.number)
+_ALIASES: dict[str, str] = dict.fromkeys((DEEPSEEK.number_too, "num_local_experts"), DEEPSEEK.number)
 _ALIASES |= {"num_mtp_layers": _NUM_MODULES}
 _KINDS = (
     _Kind(
-        "DeepseekV3",
-        "deepseek_v3",
-        "sigmoid",
-        biased=True,
-        fixed={"rope_interleave": True},
-        aliases=_ALIASES,
-        groups=(8, 4),
-        scale=2.5,
+        "DeepseekV3", "deepseek_v3", "sigmoid", biased=True, fixed={"rope_interleave": True}, groups=(8, 4), scale=2.5
     ),
-    _Kind("DeepseekV2", "deepseek_v2", "softmax", biased=False, fixed={"mlp_bias": False}, aliases=_ALIASES),
+    _Kind("DeepseekV2", "deepseek_v2", "softmax", biased=False, fixed={"mlp_bias": False}),
     _Kind(
         "KimiLinear",
         "kimi_linear",
         "sigmoid",
         biased=True,
-        fixed={"q_lora_rank": None, "mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
+        fixed={
+            **{"q_lora_rank": None, "mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
+            "tie_word_embeddings": False,
+        },
         experts=KIMI,
         aliases={
             **{"model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob"},

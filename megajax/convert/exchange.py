@@ -63,9 +63,8 @@ class Exchange:
     prediction: Mapping[str, TensorPlace] = field(default_factory=dict)
     prediction_copies: Mapping[str, str] = field(default_factory=dict)
     of_model: Callable[[ModelConfig], Mapping[str, TensorPlace]] = lambda _: {}  # those that depend on the model
-    copies: Mapping[str, str] = field(
-        default_factory=dict
-    )  # as in `TensorPlaces`, unless they are weights of the model
+    # As in `TensorPlaces`, unless they are weights of the model.
+    copies: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()  # as in `TensorPlaces`
     quantized: str = ""  # the `quant_method` that is read, widened
     # Ends of the names of tensors that transformers keeps in fp32 in a model of a dtype.
@@ -198,7 +197,7 @@ class Exchange:
         mapped = {}
         for name, option in options(ModelConfig).items():
             theirs = option.trait(HuggingFaceName)
-            if theirs and name not in covered and (field := theirs.name_in(self.dialect)):
+            if theirs and name not in covered and name not in self.options and (field := theirs.name_in(self.dialect)):
                 mapped[name] = (field, option)
         return mapped
 

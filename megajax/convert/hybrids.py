@@ -27,8 +27,7 @@ def linear_attention(
         for option, (name, default) in named.items():
             fields |= {} if fields.get(name) is not None else {name: default(fields)}
             values[f"model.{option}"] = fields.value(name, f"model.{option}")
-        if "linear_key_heads" in named:
-            fields.check_divides(named["linear_key_heads"][0], named["linear_heads"][0])
+        fields.check_divides(named["linear_key_heads"][0], named["linear_heads"][0])
         layers, types = fields["num_hidden_layers"], fields.get("layer_types")
         listed = types if isinstance(types, list) else []
         linear = missing(fields) if types is None else [each == _KINDS[True] for each in listed if each in _KINDS]

@@ -18,6 +18,7 @@ from megajax.core.models.config import ModelConfig
 
 LAYER = "model.layers.{layer}."
 _NO_WINDOW = Window(never=True)
+_ROPE = rope(10_000.0)
 _DELTA = f"{LAYER}linear_attn."
 # The norms of attention and MLP, by the order of a layer: the first ones, and those after them.
 _NORMS = {
@@ -52,15 +53,11 @@ class _Kind:
     kv_heads: int | None = None  # if the field is missing; None: as many as heads
     head_size: int | None = None  # if the field is missing; None: width / heads
     heads: Literal["free", "divide", "fill"] = "free"  # any; must divide the width; head sizes must add up to the width
-    rope_theta: float = 10_000.0  # if the field is missing, like the next
-    rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # if no field has it
-    rotary_share: float = 0  # of a head, if the field is missing; 0: positions always rotate all of it
+    angles: OptionGroup = _ROPE
     norm_epsilon: float = 1e-6
     tied: bool = False
-    activation: tuple[str, Mapping[str, str]] = (
-        "hidden_act",
-        {"silu": "swiglu", "swish": "swiglu"},
-    )  # field and values
+    # Field and values.
+    activation: tuple[str, Mapping[str, str]] = ("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
     options: Mapping[str, Any] = field(default_factory=dict)  # others that have one value
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that have one value
     query_scalar: int = 0  # if `query_pre_attn_scalar` is missing; 0: there is no such field
@@ -172,14 +169,8 @@ def read_dropout(fields: Fields, overrides: Mapping[str, Any]) -> dict[str, floa
     raise fields.refusal("attention_dropout", rate, "0, or --model.dropout X, which is not of attention only")
 
 
-def _all_but_every_fourth(fields: Fields) -> list[bool]:
-    """Or all but the last, of fewer layers."""
-    layers = fields["num_hidden_layers"]
-    return [n % min(4, layers) < min(3, layers - 1) for n in range(layers)]
-
-
-def _by_interval(fields: Fields) -> list[bool]:
-    interval = fields.get("full_attention_interval", 4)
+def _by_interval(fields: Fields, interval: int | None = None) -> list[bool]:
+    interval = fields.get("full_attention_interval", 4) if interval is None else interval
     if type(interval) is not int or interval < 1:
         raise fields.refusal("full_attention_interval", interval, "1 or more: every so many layers one is not linear")
     return [(n + 1) % interval > 0 for n in range(fields["num_hidden_layers"])]
@@ -191,7 +182,7 @@ def _exchange(kind: _Kind) -> Exchange:
         model_type=kind.model_type or kind.name.lower(),
         dialect="mixture" if kind.experts else "llama",
         heads={"pretraining": Head((f"{kind.name}ForCausalLM",), f"a {kind.name}")},
-        options=kind.all_options,
+        options=kind.all_options | ({"renormalize_shares": True} if kind.experts and kind.experts.renormalized else {}),
         fixed={"is_causal": True, **kind.fixed} | dict(kind.experts.fixed if kind.experts else ()),
         aliases={kind.experts.number_too: kind.experts.number} if kind.experts else {},
         defaults={
@@ -209,14 +200,7 @@ def _exchange(kind: _Kind) -> Exchange:
             ),
             OptionGroup(("bias",), kind.read_bias, kind.write_bias, kind.lacks_bias),
             OptionGroup(("dropout",), read_dropout, lambda model: {"attention_dropout": model.dropout}),
-            rope_by_layer(kind.rope_theta, kind.window.theta, "rope_local_base_freq" if kind.window.local else "")
-            if kind.window.theta
-            else rope(
-                kind.rope_theta,
-                missing=kind.rope_scaling,
-                share=kind.rotary_share,
-                may_lack=bool(kind.linear) and not kind.rotary_share,
-            ),
+            kind.angles,
             *(() if kind.linear else (kind.window.options(),)),
             *((_query_scalar(kind.query_scalar),) if kind.query_scalar else ()),
             *(kind.experts.parts() if kind.experts else ()),
@@ -257,21 +241,15 @@ def _qwen_hybrid(name: str, experts: ExpertFields | None, joined: Mapping[str, T
     """Qwen3-Next and its kind, in which products of linear attention are `joined`."""
     norms = zip(("attention_norm", "mlp_norm"), *_NORMS["pre"], strict=True)
     products = {"attention_gate": "in_proj_z", "write": "in_proj_b", "decay": "in_proj_a", "output": "out_proj"}
-    epsilon = OptionGroup(
-        ("linear_norm_epsilon",),
-        lambda *_: {},
-        lambda _: {},
-        lambda model: {"linear_norm_epsilon": 0} if model.linear_norm_epsilon not in (0, model.norm_epsilon) else {},
-    )
     return _Kind(
         name,
         query_key_norm="head",
         head_size=256,
-        rotary_share=0.25,
+        angles=rope(10_000.0, share=0.25),
         options={"norm": "rmsnorm-1p", "attention_gate": "sigmoid", "shared_expert_gate": experts is not None},
         fixed={"sliding_window": None},
         experts=experts,
-        parts=(linear_attention(_QWEN_SIZES, _by_interval), epsilon),
+        parts=(linear_attention(_QWEN_SIZES, _by_interval),),
         linear={
             **{f"{ours}/scale": TensorPlace(f"{LAYER}{theirs}.weight", "D") for ours, theirs in norms},
             **linear_places(_DELTA, products, "norm"),
@@ -283,6 +261,10 @@ def _qwen_hybrid(name: str, experts: ExpertFields | None, joined: Mapping[str, T
     )
 
 
+_GPT_OSS_YARN = {
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    "original_max_position_embeddings": 4096,
+}
 _KINDS = (  # a model that fits several is exported as the first of them
     _Kind("Llama", biases=("none", "all"), heads="divide"),
     _Kind("Mistral", window=Window(), kv_heads=8),
@@ -290,11 +272,11 @@ _KINDS = (  # a model that fits several is exported as the first of them
     _Kind("Qwen3", window=Window(switched=True, first=28), query_key_norm="head", kv_heads=32, head_size=128),
     _Kind(
         "Gemma3",
-        window=Window(pattern=6, theta=10_000.0, local=True),
+        window=Window(pattern=6, local=True, own_base=True),
         query_key_norm="head",
         kv_heads=4,
         head_size=256,
-        rope_theta=1e6,
+        angles=rope_by_layer(1e6, 10_000.0, "rope_local_base_freq"),
         tied=True,
         activation=("hidden_activation", {"gelu_pytorch_tanh": "geglu-tanh"}),
         options={"norm": "rmsnorm-1p", "layer_order": "sandwich", "scaled_embedding": True},
@@ -304,15 +286,16 @@ _KINDS = (  # a model that fits several is exported as the first of them
     ),
     _Kind(
         "Olmo3",
-        window=Window(pattern=4, theta=500_000.0),
+        window=Window(pattern=4, own_base=True),
         query_key_norm="width",
         heads="fill",
-        rope_theta=500_000.0,
+        angles=rope_by_layer(500_000.0, 500_000.0),
         norm_epsilon=1e-5,
         options={"layer_order": "reordered"},
     ),
     _Kind(
         "OlmoHybrid",
+        angles=rope(10_000.0, may_lack=True),
         query_key_norm="width",
         heads="fill",
         options={"layer_order": "pre-reordered"},
@@ -329,7 +312,7 @@ _KINDS = (  # a model that fits several is exported as the first of them
                     "linear_value_size": ("linear_value_head_dim", lambda fields: 2 * fields["linear_key_head_dim"]),
                     "linear_convolution": ("linear_conv_kernel_dim", lambda _: 4),
                 },
-                _all_but_every_fourth,
+                lambda fields: _by_interval(fields, min(4, fields["num_hidden_layers"])),
                 1e-5,
             ),
             words("linear_write", "linear_allow_neg_eigval", {True: 2.0, False: 1.0}),
@@ -358,14 +341,7 @@ _KINDS = (  # a model that fits several is exported as the first of them
         model_type="olmo_hybrid",
     ),
     _qwen_hybrid("Qwen3_5", None, _JOINED, kv_heads=4, model_type="qwen3_5_text"),
-    _Kind(
-        "Mixtral",
-        window=Window(None),
-        kv_heads=8,
-        rope_theta=1e6,
-        norm_epsilon=1e-5,
-        experts=MIXTRAL,
-    ),
+    _Kind("Mixtral", window=Window(None), kv_heads=8, angles=rope(1e6), norm_epsilon=1e-5, experts=MIXTRAL),
     _Kind(
         "Qwen3Moe",
         window=Window(switched=True),
@@ -383,11 +359,7 @@ _KINDS = (  # a model that fits several is exported as the first of them
         window=Window(128, pattern=2),
         kv_heads=8,
         head_size=64,
-        rope_theta=150_000.0,
-        rope_scaling={
-            **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
-            "original_max_position_embeddings": 4096,
-        },
+        angles=rope(150_000.0, missing=_GPT_OSS_YARN),
         norm_epsilon=1e-5,
         activation=("hidden_act", {"silu": "swiglu-clamped"}),
         options={"attention_sinks": True},

@@ -23,31 +23,21 @@ class ExpertFields:
     renormalized: bool = False  # whether shares always sum to 1; otherwise a field says so
     renormalizes: bool = False  # and what that means if it is missing
     shared: str = ""  # field with the width of a shared expert that has a gate; empty: there is none
+    shared_module: str = "shared_expert"  # in `module`
     fixed: tuple[tuple[str, Any], ...] = ()  # other fields that have one value
     quantized: str = ""  # as in `Exchange`
     no_mlps: tuple[str, ...] = ()  # fields that list layers with an MLP; must be empty or null
 
     def parts(self) -> tuple[OptionGroup, ...]:
         """What config.json says about experts."""
-        renormalized = OptionGroup(
-            ("renormalize_shares",),
-            lambda *_: {"model.renormalize_shares": True},
-            lambda _: {},
-            lambda model: {} if model.renormalize_shares else {"renormalize_shares": True},
-        )
         balance = OptionGroup(("balance",), lambda *_: {}, lambda _: {"output_router_logits": False}, _lacks_balance)
-        return self.sizes(), balance, *((renormalized,) if self.renormalized else ())
+        return self.sizes(), balance
 
     def sizes(self) -> OptionGroup:
         """Numbers and sizes of experts."""
-        sizes = (
-            "num_experts",
-            "experts_per_token",
-            "mlp_size",
-            "expert_size",
-            *["shared_expert_size"] * bool(self.shared),
-        )
-        return OptionGroup(sizes, self._read, self._write, self._lacks)
+        sizes = ("num_experts", "experts_per_token", "mlp_size", "expert_size")
+        options = (*sizes, *["shared_expert_size"] * bool(self.shared))
+        return OptionGroup(options, self._read, self._write, self._lacks)
 
     def _read(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         for name in self.no_mlps:
@@ -88,9 +78,10 @@ class ExpertFields:
 
     def places(self, layer: str) -> dict[str, TensorPlace]:
         """The places of a layer's weights; `layer` as in `fused`."""
-        (gate, up, down), shared = self._names(layer), f"{layer}{self.module}.shared_expert"
+        (gate, up, down), shared = self._names(layer), f"{layer}{self.module}.{self.shared_module}"
         return {
             "mlp/router/weight": TensorPlace(f"{layer}{self.module}.gate.weight", "ED", turned=True),
+            "mlp/router/bias": TensorPlace(f"{layer}{self.module}.gate.e_score_correction_bias", "E"),
             "mlp/gate/weight": TensorPlace(gate, "XD", turned=True),
             "mlp/up/weight": TensorPlace(up, "XD", turned=True),
             "mlp/down/weight": TensorPlace(down, "DX", turned=True),
@@ -158,5 +149,7 @@ GPT_OSS = JoinedExpertFields(
     renormalized=True,
     quantized="mxfp4",
 )
-KIMI = ExpertFields("num_local_experts", "num_experts", "moe_intermediate_size", "block_sparse_moe", ("w1", "w3", "w2"))
-DEEPSEEK = ExpertFields("n_routed_experts", "num_experts", "moe_intermediate_size", "mlp", _PRODUCTS)
+DEEPSEEK = ExpertFields(
+    "n_routed_experts", "num_experts", "moe_intermediate_size", "mlp", _PRODUCTS, shared_module="shared_experts"
+)
+KIMI = replace(DEEPSEEK, number="num_local_experts", module="block_sparse_moe", products=MIXTRAL.products)

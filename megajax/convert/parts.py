@@ -222,13 +222,8 @@ def rope(
     def lacks(model: ModelConfig) -> Lacks:
         return {"positions": "rotary"} if may_lack and model.positions == "learned" else {}
 
-    options = (
-        *_ROPE_OPTIONS,
-        *["rope_score_scale"] * scores,
-        *["positions"] * may_lack,
-        *["rotary_size"] * bool(share),
-    )
-    return OptionGroup(options, read, write, lacks)
+    more = {"rope_score_scale": scores, "positions": may_lack, "rotary_size": share}
+    return OptionGroup((*_ROPE_OPTIONS, *(name for name in more if more[name])), read, write, lacks)
 
 
 def rope_by_layer(default: float, in_window: float, local: str = "") -> OptionGroup:

@@ -17,12 +17,12 @@ class Window:
     """Where a class's config.json has the window: in `sliding_window`, for all layers, or those that fields select."""
 
     size: int | None = 4096  # if the field is missing
-    theta: float = 0.0  # rotary base of layers with a window if a field lacks it; 0: that of all layers
     never: bool = False  # whether there is none
     switched: bool = False  # whether it is there only if `use_sliding_window` is set
     first: int | None = None  # if `max_window_layers` is missing: the first layer with a window
     pattern: int | None = None  # every so many layers one has no window
-    local: bool = False  # whether `sliding_window_pattern` and `rope_local_base_freq` replace `pattern` and `theta`
+    local: bool = False  # whether `sliding_window_pattern` replaces it
+    own_base: bool = False  # whether layers with a window may have another rotary base
 
     @property
     def mixes(self) -> bool:
@@ -88,5 +88,5 @@ class Window:
             return {}
         if self.never:
             return {"sliding_window": 0}
-        found: Lacks = {"window_rope_theta": 0.0} if model.window_rope_theta and not self.theta else {}
+        found: Lacks = {"window_rope_theta": 0.0} if model.window_rope_theta and not self.own_base else {}
         return found if self.mixes or all(model.windowed) else found | {"window_layers": "all"}
