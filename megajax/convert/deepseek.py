@@ -78,10 +78,10 @@ class _Kind:
     def read_router(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         """Groups and the weights of experts. DeepSeek-V2 has groups only if `topk_method` says so."""
         fields.check("scoring_func", self.scores)
+        fields.check("norm_topk_prob", *[True] * self.biased, False, None)
         grouped = True
         if not self.biased:
             fields.check("topk_method", "greedy", "group_limited_greedy")
-            fields.check("norm_topk_prob", False, None)
             grouped = fields.get("topk_method", "greedy") != "greedy"
         groups, chosen = 1, 1
         if grouped and fields.get("n_group", self.groups[0]) is not None:
@@ -98,8 +98,7 @@ class _Kind:
         scale = fields.value("routed_scaling_factor", "model.share_scale", self.scale)
         values = {"model.expert_groups": groups, "model.chosen_groups": chosen, "model.share_scale": scale}
         values |= {"model.router_scores": self.scores, "model.balance": "bias" if self.biased else "none"}
-        renormalized = fields.get("norm_topk_prob", True) if self.biased else False
-        return values | {"model.renormalize_shares": bool(renormalized)}
+        return values | {"model.renormalize_shares": bool(fields.get("norm_topk_prob", self.biased))}
 
     def write_router(self, model: ModelConfig) -> dict[str, Any]:
         settings: dict[str, Any] = {"n_group": model.expert_groups, "topk_group": model.chosen_groups}
@@ -119,7 +118,7 @@ class _Kind:
 
     def read_others(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         """Shared experts, which are one as wide as all together, and the first layers, which are dense."""
-        shared = fields.get("n_shared_experts", 1)
+        shared = fields.get("n_shared_experts", 1 if self.biased else 2)
         if type(shared) is not int or not 0 < shared < 1000:
             raise fields.refusal("n_shared_experts", shared, "a whole number from 1 to 999")
         fields.check("moe_layer_freq", 1)
@@ -300,7 +299,7 @@ _KINDS = (
     _Kind(
         "DeepseekV3", "deepseek_v3", "sigmoid", biased=True, fixed={"rope_interleave": True}, groups=(8, 4), scale=2.5
     ),
-    _Kind("DeepseekV2", "deepseek_v2", "softmax", biased=False, fixed={"mlp_bias": False}),
+    _Kind("DeepseekV2", "deepseek_v2", "softmax", biased=False, fixed={"mlp_bias": False}, dense=0),
     _Kind(
         "KimiLinear",
         "kimi_linear",

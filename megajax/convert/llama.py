@@ -83,8 +83,6 @@ class _Kind:
         if self.heads == "fill":
             fields.check("head_dim", None, hidden // heads)
         size = fields.value("head_dim", "model.head_size", self.head_size) if has_size else hidden // heads
-        if size % 2:
-            raise fields.refusal("head_dim", size, "an even number: rotary positions turn pairs of features")
         fields["head_dim"] = size
         return {"model.num_kv_heads": kv_heads, "model.head_size": size}
 

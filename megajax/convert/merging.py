@@ -213,7 +213,11 @@ class Adapter:
 def _fused(places: TensorPlaces, config: ModelConfig) -> dict[str, _Fused]:
     """The tensors of all of a layer's experts, by name; some are so on disk, too: [experts, in, out]."""
     shapes = places.shapes(config)
-    tensors = {name: _Fused(*shape, {name: _Expert(shape[0])}) for name, shape in shapes.items() if len(shape) == 3}
+    tensors = {
+        name: _Fused(*shape, {name: _Expert(shape[0])})
+        for name, shape in shapes.items()
+        if len(shape) == 3 and not name.endswith(".weight")
+    }
     for fused, experts in places.fused_tensors(config).items():
         if experts[0][0] not in shapes:
             continue  # the layer is dense

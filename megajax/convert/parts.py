@@ -102,6 +102,8 @@ _KNOWN = ("rope_type", "type", "rope_theta", _SHARE, *_SCALES, *ChainMap(*_SCALI
 
 def _read_rope(fields: Fields, section: Fields, default: float, *, beside: bool = True) -> dict[str, Any]:
     """Angles as `section` describes them; `beside`: the length may be beside it."""
+    if (fields.get("head_dim") or 0) % 2:
+        raise fields.refusal("head_dim", fields["head_dim"], "an even number: rotary positions turn pairs of features")
     scaling = _read_kind(fields, section)
     theta = (section if "rope_theta" in section else fields).value("rope_theta", "model.rope_theta", default)
     values = {"model.positions": "rotary", "model.rope_theta": theta}
