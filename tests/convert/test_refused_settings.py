@@ -70,6 +70,7 @@ FIELDS: list[tuple[str, str, Any, str]] = [
     ("kimi_linear", "layer_types", ["full_attention", "linear_attention"], "linear_attention in 1 dense layers"),
     ("kimi_linear", "tie_word_embeddings", True, "false"),
     ("kimi_linear", "q_lora_rank", 8, "null"),
+    ("kimi_linear", "norm_topk_prob", "false", "true, false, null"),
     ("bert", "model_type", "roberta", TYPES),
     ("bert", "architectures", ["BertModel"], r'\["BertForPreTraining"\], \["BertForMaskedLM"\]'),
     ("bert", "hidden_act", "gelu_new", '"gelu"'),
@@ -100,6 +101,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *((kind, {field: value}, rf"config\.json: .*{field} .*; valid: {valid}") for kind, field, value, valid in FIELDS),
     ("llama", {"hidden_size": 26}, "hidden_size 26 is not divisible by num_attention_heads 6"),
     ("llama", {"hidden_size": 18, "head_dim": None}, "head_dim is 3; valid: an even number"),
+    ("olmo_hybrid", {"hidden_size": 18, "head_dim": None}, "head_dim is 3; valid: an even number"),
     ("llama", {"attention_bias": True}, "mlp_bias is false; valid: as attention_bias, true"),
     (
         "gemma3_text",

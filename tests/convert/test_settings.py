@@ -158,6 +158,7 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"rope_scaling": "yarn", "rope_factor": 32.0, "rope_original_length": 4096, "rope_theta": 15e4}
         | {"sliding_window": 0, "swiglu_alpha": 2.0, "rope_truncate": False},
     ),
+    ("olmo_hybrid", {"hidden_size": 18, "head_dim": 3, "rope_parameters": {"rope_theta": None}}, {"positions": "none"}),
     (
         "kimi_linear",
         {"layer_types": None, "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1], "num_heads": 2}},
@@ -205,6 +206,10 @@ def test_what_older_files_lack(tmp_path: Path) -> None:
     sizes |= {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 4}
     write_model(tmp_path, "olmo_hybrid", random_tensors("olmo_hybrid", **sizes), without=sizes)
     assert open_source(tmp_path).config.model.linear_value_size == 6
+    mixed = {"first_k_dense_replace": 0, "n_shared_experts": 2}
+    write_model(tmp_path, "deepseek_v2", random_tensors("deepseek_v2", **mixed), without=mixed)
+    model = open_source(tmp_path).config.model
+    assert model.dense_layers == 0 and model.shared_expert_size == 2 * model.expert_size
     write_model(tmp_path, "qwen3_5_moe_text", without=["partial_rotary_factor", "intermediate_size"])
     assert open_source(tmp_path).config.model.rotary_size == 2
     write_model(tmp_path, "gpt2", attn_pdrop=0.1, without=["resid_pdrop"])
