@@ -426,18 +426,17 @@ def _nothing(
     model, batch = config.model, config.train.global_batch
     stays = "".join(f" {as_flag(key, attrgetter(key)(config))}" for key in VARIED if key in fixed)
     rows = " x ".join(f"--mesh.{axis}" for axis in AXES if axis in ROW_AXES and (axis != EXPERT or model.num_experts))
-    units = len(model.layers_of_periods)  # what stages divide
-    divided = f"--model.num-layers {units}" if units == model.num_layers else f"{units}, its other layers or periods"
+    units = len(model.layers_of_periods)
+    divided = "--model.num-layers" if units == model.num_layers else "the layers or periods that stages divide,"
     ranks = ", --optimizer.zero-ranks must divide --mesh.data" * ("optimizer.zero_ranks" in fixed)
     batches, without = _nearest_batches(config, devices, machine, fixed), f"without{stays}" if stays else "1"
     near = "" if batches else _nearest(config, devices, fixed)
     valid = f"--train.global-batch {batches}, or {without}" if batches else f"for example {near}" if near else without
     return UserError(
         f"--devices {devices}{stays}: no valid mesh of that size; {rows} must divide "
-        f"--train.global-batch {batch}{ranks}, --mesh.pipe must not exceed {divided}, and --mesh.tensor must divide "
-        f"--model.num-heads {model.num_heads}, "
-        f"--model.mlp-size {model.mlp_size} and the padded vocabulary of "
-        f"{model.padded_vocab_size}; valid: {valid}"
+        f"--train.global-batch {batch}{ranks}, --mesh.pipe must not exceed {divided} {units}, and --mesh.tensor "
+        f"must divide --model.num-heads {model.num_heads}, --model.mlp-size {model.mlp_size} and the padded vocabulary "
+        f"of {model.padded_vocab_size}; valid: {valid}"
     )
 
 
