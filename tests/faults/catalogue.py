@@ -176,12 +176,12 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "the gradient of what g gave is summed, too": (
             "core.parallel.layers.RowParallelLinear.__call__",
-            ("self.boundary.leave(product_BTD)", f"{DOUBLED}(self.boundary.leave(product_BTD), axis_size(TENSOR))"),
+            ("self.boundary.leave", f"(lambda x: {DOUBLED}(self.boundary.leave(x), axis_size(TENSOR)))"),
             named("mlp_activation of layer 1, backward", ON_TENSOR),
         ),
         "every device of a tensor group adds the bias": (
             "core.parallel.layers.RowParallelLinear.__call__",
-            ("spread(self.bias[...], y_BTD)", "axis_size(TENSOR) * spread(self.bias[...], y_BTD)"),
+            ("self.bias[...]", "axis_size(TENSOR) * self.bias[...]"),
             named("attention_output of layer 0, forward", ON_TENSOR),
         ),
     },

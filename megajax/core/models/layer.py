@@ -47,6 +47,7 @@ class Block(nnx.Module):
         linear: bool = False,
     ):
         self.boundary, self.order, self.windowed = boundary, config.layer_order, config.windowed
+        self.dropout = config.dropout
         if self.order == "pre-reordered":
             self.order = "pre" if linear else "reordered"
         self.attention_norm, self.mlp_norm = norm_of(config), norm_of(config)
@@ -73,8 +74,15 @@ class Block(nnx.Module):
         context = context.in_layer(layer, self.windowed)
         name, token_T = partial(named, split=self.boundary.split), self.boundary.token_index(x_BTD)
 
+        def of_matrices(function: Callable[..., Array], *xs_BTD: Array) -> Array:
+            """In this form XLA for GPUs adds `x` in the product that comes before, if there is no dropout between them,
+            and does not copy `x` first."""
+            if self.boundary.split or self.dropout:
+                return function(*xs_BTD)
+            return function(*(x_BTD.reshape(-1, x_BTD.shape[-1]) for x_BTD in xs_BTD)).reshape(xs_BTD[0].shape)
+
         def norm(x_BTD: Array, site: str, called: str = "") -> Array:
-            return name(getattr(self, site)(x_BTD), called or site)
+            return name(of_matrices(getattr(self, site), x_BTD), called or site)
 
         def branch(x_BTD: Array, part: str, run: Callable[[Array], tuple[Array, Aux]]) -> tuple[Array, Aux]:
             """A part of the layer with its norms, and dropout."""
@@ -87,13 +95,13 @@ class Block(nnx.Module):
 
         x_BTD = name(x_BTD, "input")
         y_BTD, aux = branch(x_BTD, "attention", lambda x_BTD: self.attention(x_BTD, context, attend))
-        x_BTD = name(x_BTD + y_BTD, "attention_residual")
+        x_BTD = name(of_matrices(jnp.add, x_BTD, y_BTD), "attention_residual")
         if self.order == "post":
             x_BTD = norm(x_BTD, "attention_norm")
         y_BTD, figures = branch(x_BTD, "mlp", lambda x_BTD: self.mlp(x_BTD, context, layer))
         if self.order == "post":
-            return norm(name(x_BTD + y_BTD, "mlp_residual"), "mlp_norm", "output"), aux | figures
-        return name(x_BTD + y_BTD, "output"), aux | figures
+            return norm(name(of_matrices(jnp.add, x_BTD, y_BTD), "mlp_residual"), "mlp_norm", "output"), aux | figures
+        return name(of_matrices(jnp.add, x_BTD, y_BTD), "output"), aux | figures
 
 
 class Kinds(nnx.Module):

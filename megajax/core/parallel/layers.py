@@ -233,14 +233,16 @@ def column_parallel(
     input_BTD = x_BTD if boundary.regathers else boundary.enter(x_BTD)
     outputs = (jax.checkpoint(run) if again else run)(input_BTD)
     outputs = deferred(name, (input_BTD,), outputs, factors)
-    biases = (None if linear.bias is None else linear.own(linear.bias[...], 0) for linear in linears)
-    return [y if bias is None else _biased(y, bias) for y, bias in zip(outputs, biases, strict=True)]
+    return [_biased(linear, y) for linear, y in zip(linears, outputs, strict=True)]
 
 
-def _biased(y: Array, bias: Array) -> Array:
+def _biased(linear: "ColumnParallelLinear | ReplicatedLinear", y: Array) -> Array:
     """In the form of a matrix, so that XLA for GPUs adds the bias in the product."""
+    if linear.bias is None:
+        return y
+    bias = linear.own(linear.bias[...], 0)
     flat = y.reshape(*y.shape[: y.ndim - bias.ndim], -1)
-    return (flat + spread(bias, flat)).reshape(y.shape)
+    return (flat + spread(bias, flat, by_bits=linear.backend.sums_by_bits)).reshape(y.shape)
 
 
 class RowParallelLinear(_DenseLayer):
@@ -252,5 +254,7 @@ class RowParallelLinear(_DenseLayer):
         """From [B, T, *rows] to [B, T, D], with sequence parallelism only for this device's tokens. With `factors`, the
         backward pass stores the factors of the weight gradient there under `name`."""
         (product_BTD,) = deferred(name, (y,), multiply([self], y, defers=factors is not None), factors)
-        y_BTD = self.boundary.leave(product_BTD)
-        return y_BTD if self.bias is None else y_BTD + spread(self.bias[...], y_BTD)
+        # As a matrix: XLA for GPUs then adds the bias and the residual in the product.
+        y = self.boundary.leave(product_BTD if self.boundary.split else product_BTD.reshape(-1, product_BTD.shape[-1]))
+        y = y if self.bias is None else y + spread(self.bias[...], y, by_bits=self.backend.sums_by_bits)
+        return y if self.boundary.split else y.reshape(product_BTD.shape)

@@ -145,11 +145,12 @@ def product(x: Array, weight: Array, inner: int, backend: Backend) -> Array:
     return products(DenseRule(inner, backend), x, [weight])[0]
 
 
-def spread(weight: Array, like: Array) -> Array:
+def spread(weight: Array, like: Array, *, by_bits: bool = False) -> Array:
     """A weight [*M] for each of the first dims of `like`, [*B, *M] or [*B, M]. Its gradient is summed in at least fp32:
     JAX would sum in the compute dtype. In parts (`fixed_tree.py`), those of a weight that all of them share are sums
-    over the tokens of each part, whether it has only these or all, and are added up in the tree."""
-    return _spread(ranks_in_parts(), weight, like)
+    over the tokens of each part, whether it has only these or all, and are added up in the tree. `by_bits`: see
+    `Backend.sums_by_bits`."""
+    return _spread(ranks_in_parts(), by_bits, weight, like)
 
 
 def ranks_in_parts() -> int:
@@ -157,8 +158,8 @@ def ranks_in_parts() -> int:
     return axis_size(TENSOR) if active() else 0
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _spread(parts: int, weight: Array, like: Array) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _spread(parts: int, by_bits: bool, weight: Array, like: Array) -> Array:
     @custom_vmap
     def of(weight: Array, like: Array) -> Array:
         return vary(_spread_over(weight, like.shape), sorted(varying_axes(like)))
@@ -174,7 +175,7 @@ def _spread_over(weight: Array, shape: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(weight.reshape(-1) if shape[-1] == weight.size else weight, shape)
 
 
-def _spread_gradient(parts: int, weight: Array, grad: Array) -> tuple[Array, None]:
+def _spread_gradient(parts: int, by_bits: bool, weight: Array, grad: Array) -> tuple[Array, None]:
     def summed(chunks: Array) -> Array:
         return jnp.sum(chunks.astype(at_least_fp32(grad.dtype)), axis=1)
 
@@ -190,7 +191,14 @@ def _spread_gradient(parts: int, weight: Array, grad: Array) -> tuple[Array, Non
     if parts:
         return of(weight, grad), None
     others = grad.ndim - (1 if grad.shape[-1] == weight.size else weight.ndim)
-    return jnp.sum(grad, tuple(range(others))).reshape(weight.shape), None
+    wide = _by_bits(grad) if by_bits and grad.dtype == jnp.bfloat16 else grad
+    return jnp.sum(wide, tuple(range(others))).astype(grad.dtype).reshape(weight.shape), None
 
 
-_spread.defvjp(lambda parts, weight, like: (_spread(parts, weight, like), weight), _spread_gradient)
+def _by_bits(x: Array) -> Array:
+    """bf16 as fp32."""
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
+
+
+_spread.defvjp(lambda *args: (_spread(*args), args[2]), _spread_gradient)

@@ -9,6 +9,7 @@ from tiny import tiny_config
 from megajax.core.backend import CPU, GPU
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.models.mlp import activated
+from megajax.core.parallel.products import spread
 from megajax.core.program.program import Program
 from megajax.core.program.train_step import train_step
 
@@ -56,3 +57,13 @@ def test_gelu_is_in_the_form_that_xla_joins_to_a_product_only_after_a_plain_one(
     program = Program.abstract(tiny_config(**{"precision": "bf16", "num_layers": 1} | others), GPU)
     step = str(train_step(program).trace(program.layout.shapes, program.batch_types).jaxpr)
     assert ("tanh" in step) == (not others)
+
+
+def test_gradients_of_biases_by_bits_are_those_by_conversion():
+    """Of all bf16: each column has the 128 numbers of one sign and exponent, the last of infinities and NaN."""
+    bits_NM = jnp.arange(2**16, dtype=jnp.uint16).reshape(512, 128).T
+    grads_NM, bias_M = jax.lax.bitcast_convert_type(bits_NM, jnp.bfloat16), jnp.zeros(512, jnp.bfloat16)
+    forms = (jax.vjp(lambda bias, own=own: spread(bias, grads_NM, by_bits=own), bias_M)[1] for own in (True, False))
+    by_bits, converted = (np.asarray(form(grads_NM)[0], np.float32) for form in forms)
+    np.testing.assert_array_equal(by_bits, converted)
+    assert np.isnan(converted[-1]) and np.ptp(converted[1:250]) > 1e37
