@@ -1,26 +1,23 @@
-"""DeepSeek-V2, DeepSeek-V3 (Moonlight among them) and Kimi Linear: latent attention, and mixtures with a shared expert
-whose first layers are dense. DeepSeek's rotary features are neighbours in pairs, ours come from either half; Kimi has
-no positions, and linear attention in most layers."""
+"""DeepSeek-V2 and DeepSeek-V3, Moonlight among them: latent attention, and mixtures with a shared expert whose first
+layers are dense. Their rotary features are neighbours in pairs, ours come from either half."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megajax.convert.exchange import Exchange, Head
-from megajax.convert.hybrids import linear_attention, linear_places
 from megajax.convert.llama import LAYER, MLP, read_dropout
-from megajax.convert.mixtures import DEEPSEEK, KIMI, ExpertFields
+from megajax.convert.mixtures import DEEPSEEK, ExpertFields
 from megajax.convert.parts import Lacks, OptionGroup, rope, words
 from megajax.convert.settings import Fields
 from megajax.convert.weights import TensorPlace, spelling
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.turns import in_each_layer
 
-_ATTENTION = f"{LAYER}self_attn."
+ATTENTION = f"{LAYER}self_attn."
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """One of the classes."""
 
     name: str
@@ -33,17 +30,15 @@ class _Kind:
     groups: tuple[int | None, int | None] = (None, None)  # of experts, and chosen ones, if fields are missing
     scale: float = 1.0  # of shares, like the next
     dense: int = 3  # first layers
-    hybrid: bool = False  # whether it is Kimi Linear
+    queries: int | None = 1536  # the width of their latents
+    predicts: bool = False  # whether it can have prediction modules
 
     def read_heads(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         heads = fields["num_attention_heads"]
         fields.check("num_key_value_heads", heads, None)
         plain = fields.value("qk_nope_head_dim", "model.head_size", 128)
         rotary = fields.value("qk_rope_head_dim", "model.rotary_size", 64)
-        if rotary % 2 and not self.hybrid:
-            raise fields.refusal("qk_rope_head_dim", rotary, "an even number: rotary positions turn pairs of features")
-        if not self.hybrid:
-            fields.check("head_dim", None, rotary)
+        self.check_rotary(fields, rotary)
         fields.check("qk_head_dim", None, plain + rotary)
         fields.check("sliding_window", None)
         values = {
@@ -53,9 +48,14 @@ class _Kind:
             "value_size": fields.value("v_head_dim", "model.value_size", 128),
             "latent_size": fields.value("kv_lora_rank", "model.latent_size", 512),
         }
-        if fields.get("q_lora_rank", None if self.hybrid else 1536) is not None:
-            values["query_latent_size"] = fields.value("q_lora_rank", "model.query_latent_size", 1536)
+        if fields.get("q_lora_rank", self.queries) is not None:
+            values["query_latent_size"] = fields.value("q_lora_rank", "model.query_latent_size", self.queries)
         return {f"model.{name}": value for name, value in values.items()}
+
+    def check_rotary(self, fields: Fields, rotary: int) -> None:
+        if rotary % 2:
+            raise fields.refusal("qk_rope_head_dim", rotary, "an even number: rotary positions turn pairs of features")
+        fields.check("head_dim", None, rotary)
 
     def write_heads(self, model: ModelConfig) -> dict[str, Any]:
         return {
@@ -69,7 +69,7 @@ class _Kind:
 
     def lacks_heads(self, model: ModelConfig) -> Lacks:
         if model.latent_size:
-            return {"query_latent_size": 0} if self.hybrid and model.query_latent_size else {}
+            return {}
         even = max(2, model.head_size // 2 // 2 * 2)
         others: Lacks = {} if model.num_kv_heads == model.num_heads else {"num_kv_heads": model.num_heads}
         larger = {} if model.head_size > even else {"head_size": 2 * even}
@@ -123,10 +123,6 @@ class _Kind:
             raise fields.refusal("n_shared_experts", shared, "a whole number from 1 to 999")
         fields.check("moe_layer_freq", 1)
         dense, layers = fields.get("first_k_dense_replace", self.dense), fields["num_hidden_layers"]
-        if self.hybrid and (types := fields.get("mlp_layer_types")) is not None:
-            dense = types.count("dense") if isinstance(types, list) else 0
-            if types != ["dense"] * dense + ["sparse"] * (layers - dense):
-                raise fields.refusal("mlp_layer_types", types, f"dense, then sparse for the others of {layers} layers")
         if type(dense) is not int or not 0 <= dense < layers:
             raise fields.refusal("first_k_dense_replace", dense, f"0 to {layers - 1}, of num_hidden_layers")
         size = fields.value("moe_intermediate_size", "model.expert_size")
@@ -134,19 +130,16 @@ class _Kind:
         return {"model.shared_expert_size": shared * size, "model.dense_layers": dense}
 
     def exchange(self) -> Exchange:
-        attention = {name: replace(place, pairs="") for name, place in _BLOCKS.items()} if self.hybrid else _BLOCKS
-        attention |= {"attention/query/weight": replace(_query("q_proj"), pairs="")} if self.hybrid else {}
-        of_linear = _KIMI if self.hybrid else {}
-        mixture, predicts = self.experts.places(LAYER), self.biased and not self.hybrid
+        mixture = self.experts.places(LAYER)
         return Exchange(
             family="decoder",
             model_type=self.model_type,
             dialect="mixture",
             heads={"pretraining": Head((f"{self.name}ForCausalLM",), f"a {self.name}")},
-            options={"norm": "rmsnorm", "bias": "none"} | (_HYBRID if self.hybrid else {"positions": "rotary"}),
+            options={"norm": "rmsnorm", "positions": "rotary", "bias": "none"},
             fixed={"is_causal": True, "attention_bias": False, **self.fixed},
             aliases=self.aliases,
-            defaults={"norm_epsilon": 1e-5 if self.hybrid else 1e-6, "tied_embedding": False},
+            defaults={"norm_epsilon": 1e-6, "tied_embedding": False},
             parts=(
                 words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
                 OptionGroup(_HEADS, self.read_heads, self.write_heads, self.lacks_heads),
@@ -154,26 +147,24 @@ class _Kind:
                 self.experts.sizes(),
                 OptionGroup(_ROUTER, self.read_router, self.write_router, self.lacks_router),
                 OptionGroup(("shared_expert_size", "dense_layers"), self.read_others, _write_others, _lacks_others),
-                *((_MODULES,) if predicts else ()),
-                _LINEAR if self.hybrid else rope(10_000.0, scores=True),
+                *((_MODULES,) if self.predicts else ()),
+                rope(10_000.0, scores=True),
             ),
             shared={
                 "table": TensorPlace("model.embed_tokens.weight", "VD"),
                 "final_norm/scale": TensorPlace("model.norm.weight", "D"),
                 "output": TensorPlace("lm_head.weight", "VD"),
             },
-            blocks=attention | mixture,
-            linear=of_linear | mixture,
-            dense=(of_linear or _BLOCKS) | MLP,
-            prediction=_PREDICTION if predicts else {},
-            prediction_copies=_COPIES if predicts else {},
+            blocks=BLOCKS | mixture,
+            dense=BLOCKS | MLP,
+            prediction=_PREDICTION if self.predicts else {},
+            prediction_copies=_COPIES if self.predicts else {},
             of_model=_plain_queries,
             copies={"lm_head.weight": "model.embed_tokens.weight"},
-            unused=(f"{_ATTENTION}rotary_emb.inv_freq",),
+            unused=(f"{ATTENTION}rotary_emb.inv_freq",),
             fused=self.experts.fused(LAYER),
-            joined=_CONVOLUTIONS if self.hybrid else {},
-            spelling=spelling(*_SPELLED) if self.hybrid else spelling(),
-            kept=dict.fromkeys(("bf16", "fp16"), ("e_score_correction_bias",)) if predicts else {},
+            spelling=spelling(),
+            kept=dict.fromkeys(("bf16", "fp16"), ("e_score_correction_bias",)) if self.predicts else {},
         )
 
 
@@ -198,89 +189,30 @@ def _read_modules(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain_queries(model: ModelConfig) -> dict[str, TensorPlace]:
     """Queries that are computed from a layer's input have another name."""
-    return {} if model.query_latent_size or model.linear_heads else {"attention/query/weight": _query("q_proj")}
+    return {} if model.query_latent_size else {"attention/query/weight": _query("q_proj")}
 
 
 def _query(name: str) -> TensorPlace:
-    return TensorPlace(f"{_ATTENTION}{name}.weight", "QR", turned=True, pairs="in heads")
+    return TensorPlace(f"{ATTENTION}{name}.weight", "QR", turned=True, pairs="in heads")
 
 
 _HEADS = ("num_kv_heads", "head_size", "rotary_size", "value_size", "latent_size", "query_latent_size")
 _ROUTER = ("router_scores", "expert_groups", "chosen_groups", "share_scale", "renormalize_shares", "balance")
-_BLOCKS = {
+BLOCKS = {
     "attention_norm/scale": TensorPlace(f"{LAYER}input_layernorm.weight", "D"),
     "mlp_norm/scale": TensorPlace(f"{LAYER}post_attention_layernorm.weight", "D"),
-    "attention/query_down/weight": TensorPlace(f"{_ATTENTION}q_a_proj.weight", "RD", turned=True),
-    "attention/query_norm/scale": TensorPlace(f"{_ATTENTION}q_a_layernorm.weight", "R"),
+    "attention/query_down/weight": TensorPlace(f"{ATTENTION}q_a_proj.weight", "RD", turned=True),
+    "attention/query_norm/scale": TensorPlace(f"{ATTENTION}q_a_layernorm.weight", "R"),
     "attention/query/weight": _query("q_b_proj"),
     "attention/key_value_down/weight": TensorPlace(
-        f"{_ATTENTION}kv_a_proj_with_mqa.weight", "WD", turned=True, pairs="at the end"
+        f"{ATTENTION}kv_a_proj_with_mqa.weight", "WD", turned=True, pairs="at the end"
     ),
-    "attention/key_value_norm/scale": TensorPlace(f"{_ATTENTION}kv_a_layernorm.weight", "Z"),
-    "attention/key_value/weight": TensorPlace(f"{_ATTENTION}kv_b_proj.weight", "UZ", turned=True),
-    "attention/output/weight": TensorPlace(f"{_ATTENTION}o_proj.weight", "DO", turned=True),
+    "attention/key_value_norm/scale": TensorPlace(f"{ATTENTION}kv_a_layernorm.weight", "Z"),
+    "attention/key_value/weight": TensorPlace(f"{ATTENTION}kv_b_proj.weight", "UZ", turned=True),
+    "attention/output/weight": TensorPlace(f"{ATTENTION}o_proj.weight", "DO", turned=True),
 }
 
 
-def _kimi_layers(fields: Fields) -> list[bool]:
-    """Which layers have linear attention; `linear_attn_config` counts from 1."""
-    layers, section = fields["num_hidden_layers"], fields.section("linear_attn_config")
-    full, linear = (section.get(name) for name in ("full_attn_layers", "kda_layers"))
-    if full is None or linear is None:
-        return [not n or n % 4 > 0 for n in range(layers)]
-    listed = [*full, *linear] if isinstance(full, list) and isinstance(linear, list) else []
-    if len(listed) != layers or any(n not in listed for n in range(1, layers + 1)):
-        raise section.refusal("kda_layers", linear, f"with full_attn_layers each of {layers} layers, from 1 on")
-    return [n in linear for n in range(1, layers + 1)]
-
-
-def _read_linear(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Dense layers have it: `dense` in `_Kind.exchange`."""
-    section = fields.section("linear_attn_config")
-    fields |= {name: section[theirs] for theirs, name in _OF_SECTION.items() if theirs in section}
-    values, dense = _SIZES.read(fields, given), fields["first_k_dense_replace"]
-    if not all(in_each_layer(values["model.linear_layers"], dense)):
-        raise fields.refusal("layer_types", fields.get("layer_types"), f"linear_attention in {dense} dense layers")
-    return values
-
-
-def _lacks_linear(model: ModelConfig) -> Lacks:
-    differ = model.dense_layers and not model.linear[0]
-    return _SIZES.lacks(model) | ({"dense_layers": 0} if differ and model.linear_heads else {})
-
-
-_OF_SECTION = {
-    **{"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"},
-    "short_conv_kernel_size": "linear_conv_kernel_dim",
-}
-_SIZES = linear_attention(
-    {
-        **dict.fromkeys(("linear_heads", "linear_key_heads"), ("linear_num_heads", lambda _: 32)),
-        **dict.fromkeys(("linear_key_size", "linear_value_size"), ("linear_head_dim", lambda _: 128)),
-        "linear_convolution": ("linear_conv_kernel_dim", lambda _: 4),
-    },
-    _kimi_layers,
-)
-_LINEAR = replace(_SIZES, read=_read_linear, lacks=_lacks_linear)
-_HYBRID = {"positions": "none", "linear_decay": "channel", "linear_gate": "sigmoid", "tied_embedding": False}
-_PRODUCTS = {"query": "q", "key": "k", "value": "v", "write": "b", "output": "o"}
-_KIMI = {
-    **{name: _BLOCKS[name] for name in ("attention_norm/scale", "mlp_norm/scale")},
-    **linear_places(_ATTENTION, {ours: f"{name}_proj" for ours, name in _PRODUCTS.items()}, "o_norm", joined=False),
-    "attention/decay_rate": TensorPlace(f"{_ATTENTION}A_log", "11h1"),
-    "attention/decay_bias": TensorPlace(f"{_ATTENTION}dt_bias", "k"),
-    "attention/decay_down/weight": TensorPlace(f"{_ATTENTION}f_a_proj.weight", "sD", turned=True),
-    "attention/decay/weight": TensorPlace(f"{_ATTENTION}f_b_proj.weight", "ks", turned=True),
-    "attention/gate_down/weight": TensorPlace(f"{_ATTENTION}g_a_proj.weight", "sD", turned=True),
-    "attention/attention_gate/weight": TensorPlace(f"{_ATTENTION}g_b_proj.weight", "vs", turned=True),
-}
-_CONVOLUTIONS = {f"{_ATTENTION}conv1d.weight": tuple(f"{_ATTENTION}{name}_conv1d.weight" for name in "qkv")}
-# In memory, and in what transformers writes, which has dense layers where mixtures are.
-_SPELLED = (
-    (".block_sparse_moe.", ".mlp."),
-    (".mlp.", ".block_sparse_moe."),
-    (".self_attn.", ".self_attn.forget_gate."),
-)
 _NUM_MODULES = "num_nextn_predict_layers"
 _MODULES = OptionGroup(("prediction_modules",), _read_modules, lambda model: {_NUM_MODULES: model.prediction_modules})
 _PREDICTION = {
@@ -296,29 +228,16 @@ _COPIES = {
 _ALIASES: dict[str, str] = dict.fromkeys((DEEPSEEK.number_too, "num_local_experts"), DEEPSEEK.number)
 _ALIASES |= {"num_mtp_layers": _NUM_MODULES}
 _KINDS = (
-    _Kind(
-        "DeepseekV3", "deepseek_v3", "sigmoid", biased=True, fixed={"rope_interleave": True}, groups=(8, 4), scale=2.5
-    ),
-    _Kind("DeepseekV2", "deepseek_v2", "softmax", biased=False, fixed={"mlp_bias": False}, dense=0),
-    _Kind(
-        "KimiLinear",
-        "kimi_linear",
+    Kind(
+        "DeepseekV3",
+        "deepseek_v3",
         "sigmoid",
         biased=True,
-        fixed={
-            **{"q_lora_rank": None, "mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
-            "tie_word_embeddings": False,
-        },
-        experts=KIMI,
-        aliases={
-            **{"model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob"},
-            **{"num_expert_group": "n_group", "num_shared_experts": "n_shared_experts"},
-            **{"num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok"},
-        },
-        groups=(1, 1),
-        scale=2.446,
-        dense=1,
-        hybrid=True,
+        fixed={"rope_interleave": True},
+        groups=(8, 4),
+        scale=2.5,
+        predicts=True,
     ),
+    Kind("DeepseekV2", "deepseek_v2", "softmax", biased=False, fixed={"mlp_bias": False}, dense=0),
 )
 EXCHANGES = tuple(kind.exchange() for kind in _KINDS)

@@ -1,7 +1,7 @@
 """All supported transformers classes: chosen by `model_type` in config.json on import, and by the model's options on
 export."""
 
-from megajax.convert import bert, deepseek, gpt2, llama
+from megajax.convert import bert, deepseek, gpt2, kimi, llama
 from megajax.convert.exchange import Exchange
 from megajax.convert.settings import Fields
 from megajax.core.errors import UserError
@@ -12,7 +12,7 @@ _NULL = {  # fields that every class must leave empty
     **dict.fromkeys(("quantization_config", "compression_config"), "null, with weights in F32, F16 or BF16"),
     "per_layer_config": "null: the same in all layers",
 }
-EXCHANGES: tuple[Exchange, ...] = (gpt2.EXCHANGE, *llama.EXCHANGES, *deepseek.EXCHANGES, *bert.EXCHANGES)
+EXCHANGES: tuple[Exchange, ...] = (gpt2.EXCHANGE, *llama.EXCHANGES, *deepseek.EXCHANGES, kimi.EXCHANGE, *bert.EXCHANGES)
 
 
 def exchange_of(fields: Fields) -> Exchange:
