@@ -1,7 +1,7 @@
 """BERT: transformers' `MegatronBertFor…` if a layer's LayerNorms come first, `BertFor…` if they follow the additions.
 The output product of pretraining is tied."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -32,14 +32,14 @@ def _read_classes(fields: Fields) -> dict[str, Any]:
     for task, labels in ((name, task.labels) for name, task in TASKS.items() if task.head == "classes"):
         if sorted(lower) == sorted(labels) and lower != [*labels]:
             raise fields.refusal("id2label", fields.get("id2label"), f"in the order of {task}, {', '.join(labels)}")
-    return {"model.head": "classes", "model.num_classes": len(names)}
+    return {"head": "classes", "num_classes": len(names)}
 
 
 def _read_span(fields: Fields) -> dict[str, Any]:
     if len(fields.labels()) != 2:
         name = "num_labels" if fields.get("id2label") is None else "id2label"
         raise fields.refusal(name, fields.get(name), "two labels, a span's start and its end")
-    return {"model.head": "span", "model.num_classes": 2}
+    return {"head": "span", "num_classes": 2}
 
 
 _HEADS = {  # class names without what precedes `Bert`
@@ -74,12 +74,12 @@ _HEADS = {  # class names without what precedes `Bert`
         classes=("BertForMultipleChoice",),
         kind="a BERT with a head of choices",
         shared=_POOLER | linear("head/output", "classifier", "1D"),
-        read=lambda _: {"model.head": "choice", "model.num_classes": _CHOICES},
+        read=lambda _: {"head": "choice", "num_classes": _CHOICES},
     ),
 }
 
 
-def _read_mlp(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+def _read_mlp(fields: Fields) -> dict[str, Any]:
     fields.check("intermediate_size", 4 * fields["hidden_size"], missing=None)
     return {}
 

@@ -33,11 +33,11 @@ class Kind:
     queries: int | None = 1536  # the width of their latents
     predicts: bool = False  # whether it can have prediction modules
 
-    def read_heads(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    def read_heads(self, fields: Fields) -> dict[str, Any]:
         heads = fields["num_attention_heads"]
         fields.check("num_key_value_heads", heads, None)
-        plain = fields.value("qk_nope_head_dim", "model.head_size", 128)
-        rotary = fields.value("qk_rope_head_dim", "model.rotary_size", 64)
+        plain = fields.value("qk_nope_head_dim", "head_size", 128)
+        rotary = fields.value("qk_rope_head_dim", "rotary_size", 64)
         self.check_rotary(fields, rotary)
         fields.check("qk_head_dim", None, plain + rotary)
         fields.check("sliding_window", None)
@@ -45,12 +45,12 @@ class Kind:
             "num_kv_heads": heads,
             "head_size": plain + rotary,
             "rotary_size": rotary,
-            "value_size": fields.value("v_head_dim", "model.value_size", 128),
-            "latent_size": fields.value("kv_lora_rank", "model.latent_size", 512),
+            "value_size": fields.value("v_head_dim", "value_size", 128),
+            "latent_size": fields.value("kv_lora_rank", "latent_size", 512),
         }
         if fields.get("q_lora_rank", self.queries) is not None:
-            values["query_latent_size"] = fields.value("q_lora_rank", "model.query_latent_size", self.queries)
-        return {f"model.{name}": value for name, value in values.items()}
+            values["query_latent_size"] = fields.value("q_lora_rank", "query_latent_size", self.queries)
+        return values
 
     def check_rotary(self, fields: Fields, rotary: int) -> None:
         if rotary % 2:
@@ -75,7 +75,7 @@ class Kind:
         larger = {} if model.head_size > even else {"head_size": 2 * even}
         return others | larger | {"latent_size": 4 * model.head_size, "rotary_size": even}
 
-    def read_router(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    def read_router(self, fields: Fields) -> dict[str, Any]:
         """Groups and the weights of experts. DeepSeek-V2 has groups only if `topk_method` says so."""
         fields.check("scoring_func", self.scores)
         fields.check("norm_topk_prob", *[True] * self.biased, False, None)
@@ -85,8 +85,8 @@ class Kind:
             grouped = fields.get("topk_method", "greedy") != "greedy"
         groups, chosen = 1, 1
         if grouped and fields.get("n_group", self.groups[0]) is not None:
-            groups = fields.value("n_group", "model.expert_groups", self.groups[0])
-            chosen = fields.value("topk_group", "model.chosen_groups", self.groups[1])
+            groups = fields.value("n_group", "expert_groups", self.groups[0])
+            chosen = fields.value("topk_group", "chosen_groups", self.groups[1])
         experts = fields[self.experts.number]
         if experts % groups or (self.biased and groups > 1 and experts // groups < 2):
             raise fields.refusal(
@@ -95,10 +95,10 @@ class Kind:
         least = -(-fields["num_experts_per_tok"] * groups // experts)
         if not least <= chosen <= groups:
             raise fields.refusal("topk_group", chosen, f"{least} to {groups}")
-        scale = fields.value("routed_scaling_factor", "model.share_scale", self.scale)
-        values = {"model.expert_groups": groups, "model.chosen_groups": chosen, "model.share_scale": scale}
-        values |= {"model.router_scores": self.scores, "model.balance": "bias" if self.biased else "none"}
-        return values | {"model.renormalize_shares": bool(fields.get("norm_topk_prob", self.biased))}
+        scale = fields.value("routed_scaling_factor", "share_scale", self.scale)
+        values = {"expert_groups": groups, "chosen_groups": chosen, "share_scale": scale}
+        values |= {"router_scores": self.scores, "balance": "bias" if self.biased else "none"}
+        return values | {"renormalize_shares": bool(fields.get("norm_topk_prob", self.biased))}
 
     def write_router(self, model: ModelConfig) -> dict[str, Any]:
         settings: dict[str, Any] = {"n_group": model.expert_groups, "topk_group": model.chosen_groups}
@@ -116,7 +116,7 @@ class Kind:
             lacking["renormalize_shares"] = False
         return lacking
 
-    def read_others(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    def read_others(self, fields: Fields) -> dict[str, Any]:
         """Shared experts, which are one as wide as all together, and the first layers, which are dense."""
         shared = fields.get("n_shared_experts", 1 if self.biased else 2)
         if type(shared) is not int or not 0 < shared < 1000:
@@ -125,9 +125,9 @@ class Kind:
         dense, layers = fields.get("first_k_dense_replace", self.dense), fields["num_hidden_layers"]
         if type(dense) is not int or not 0 <= dense < layers:
             raise fields.refusal("first_k_dense_replace", dense, f"0 to {layers - 1}, of num_hidden_layers")
-        size = fields.value("moe_intermediate_size", "model.expert_size")
+        size = fields.value("moe_intermediate_size", "expert_size")
         fields["first_k_dense_replace"] = dense
-        return {"model.shared_expert_size": shared * size, "model.dense_layers": dense}
+        return {"shared_expert_size": shared * size, "dense_layers": dense}
 
     def exchange(self) -> Exchange:
         mixture = self.experts.places(LAYER)
@@ -179,12 +179,12 @@ def _lacks_others(model: ModelConfig) -> Lacks:
     return {} if fits else {"shared_expert_size": max(1, round(shared / size)) * size}
 
 
-def _read_modules(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+def _read_modules(fields: Fields) -> dict[str, Any]:
     """Prediction modules, of which there are none if the files have no tensors of theirs: transformers writes none."""
     count = fields.get(_NUM_MODULES, 1)
     if type(count) is not int or not 0 <= count <= 100:
         raise fields.refusal(_NUM_MODULES, count, "a whole number from 0 to 100")
-    return {"model.prediction_modules": count}
+    return {"prediction_modules": count}
 
 
 def _plain_queries(model: ModelConfig) -> dict[str, TensorPlace]:

@@ -29,7 +29,7 @@ class Head:
     classes: tuple[str, ...]  # transformers classes that have it; the first is written
     kind: str  # what messages call a model with all of its weights, such as "a GPT-2"
     shared: Mapping[str, TensorPlace] = field(default_factory=dict)  # places of its own weights
-    # config.json -> values by key for a run's preset; raises `UserError` if we do not have such a head.
+    # config.json -> values by option of the model; raises `UserError` if we do not have such a head.
     read: Callable[[Fields], dict[str, Any]] = lambda _: {}
     write: Callable[[ModelConfig], dict[str, Any]] = lambda _: {}  # model -> fields of config.json
     copies: Mapping[str, str] = field(default_factory=dict)  # as in `TensorPlaces`, like the next two
@@ -94,17 +94,18 @@ class Exchange:
         for alias, name in self.aliases.items():
             if alias in fields and fields.setdefault(name, fields[alias]) != fields[alias]:
                 raise fields.refusal(alias, fields[alias], f"as {name}, {fields[name]}")
-        values = {f"model.{name}": value for name, value in {"family": self.family, **self.options}.items()}
+        values = {"family": self.family, **self.options}
         for name, (theirs, option) in self.named_options().items():
-            key, missing = f"model.{name}", self.defaults.get(name, ...)
+            missing = self.defaults.get(name, ...)
             if option.trait(Changes) is NOTHING:  # existing weights do not need it
                 with contextlib.suppress(UserError):
-                    values[key] = fields.value(theirs, key)
+                    values[name] = fields.value(theirs, name)
             elif missing is not None or fields.get(theirs) is not None:
-                values[key] = fields.value(theirs, key, None if missing is ... else missing)
+                values[name] = fields.value(theirs, name, None if missing is ... else missing)
         for group in self.parts:
-            values |= group.read(fields, overrides)
-        return values | head.read(fields)
+            if group.options != ("dropout",) or "model.dropout" not in overrides:
+                values |= group.read(fields)
+        return {f"model.{name}": value for name, value in (values | head.read(fields)).items()}
 
     def settings(
         self, model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | None

@@ -22,11 +22,11 @@ def linear_attention(
     """Which layers have it, or `missing` without `layer_types`; and by options fields that have the same values, each
     with what null means, by those before it. `epsilon` is that of the heads' norm; 0: of all norms."""
 
-    def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-        values: dict[str, Any] = {"model.linear_norm_epsilon": epsilon}
+    def read(fields: Fields) -> dict[str, Any]:
+        values: dict[str, Any] = {"linear_norm_epsilon": epsilon}
         for option, (name, default) in named.items():
             fields |= {} if fields.get(name) is not None else {name: default(fields)}
-            values[f"model.{option}"] = fields.value(name, f"model.{option}")
+            values[option] = fields.value(name, option)
         fields.check_divides(named["linear_key_heads"][0], named["linear_heads"][0])
         layers, types = fields["num_hidden_layers"], fields.get("layer_types")
         listed = types if isinstance(types, list) else []
@@ -34,7 +34,7 @@ def linear_attention(
         if not len(linear) == layers == len(listed or linear) or len({*linear}) < 2:
             valid = f"{' or '.join(_KINDS)} for each of {layers} layers, both of them"
             raise fields.refusal("layer_types", types, valid)
-        return values | {"model.linear_layers": in_turns(linear)}
+        return values | {"linear_layers": in_turns(linear)}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         values = {name: getattr(model, option) for option, (name, _) in named.items()}

@@ -1,6 +1,5 @@
 """Kimi Linear: DeepSeek-V3's latent attention and mixtures, without positions, and linear attention in most layers."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +22,13 @@ class _Kimi(Kind):
     def lacks_heads(self, model: ModelConfig) -> Lacks:
         return super().lacks_heads(model) or ({"query_latent_size": 0} if model.query_latent_size else {})
 
-    def read_others(self, fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
+    def read_others(self, fields: Fields) -> dict[str, Any]:
         if (types := fields.get("mlp_layer_types")) is not None:
             dense, layers = types.count("dense") if isinstance(types, list) else 0, fields["num_hidden_layers"]
             if types != ["dense"] * dense + ["sparse"] * (layers - dense):
                 raise fields.refusal("mlp_layer_types", types, f"dense, then sparse for the others of {layers} layers")
             fields["first_k_dense_replace"] = dense
-        return super().read_others(fields, given)
+        return super().read_others(fields)
 
     def exchange(self) -> Exchange:
         deepseek, mixture = super().exchange(), self.experts.places(LAYER)
@@ -60,12 +59,12 @@ def _kimi_layers(fields: Fields) -> list[bool]:
     return [n in linear for n in range(1, layers + 1)]
 
 
-def _read_linear(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
+def _read_linear(fields: Fields) -> dict[str, Any]:
     """Dense layers have it: `dense` in `_Kimi.exchange`."""
     section = fields.section("linear_attn_config")
     fields |= {name: section[theirs] for theirs, name in _OF_SECTION.items() if theirs in section}
-    values, dense = _SIZES.read(fields, given), fields["first_k_dense_replace"]
-    if not all(in_each_layer(values["model.linear_layers"], dense)):
+    values, dense = _SIZES.read(fields), fields["first_k_dense_replace"]
+    if not all(in_each_layer(values["linear_layers"], dense)):
         raise fields.refusal("layer_types", fields.get("layer_types"), f"linear_attention in {dense} dense layers")
     return values
 

@@ -70,11 +70,11 @@ class _Kind:
     unused: tuple[str, ...] = ()
     model_type: str = ""  # its value in config.json; empty: the name in lower case
 
-    def read_heads(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    def read_heads(self, fields: Fields) -> dict[str, Any]:
         heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
         kv_heads = heads
         if fields.get("num_key_value_heads", self.kv_heads) is not None:
-            kv_heads = fields.value("num_key_value_heads", "model.num_kv_heads", self.kv_heads)
+            kv_heads = fields.value("num_key_value_heads", "num_kv_heads", self.kv_heads)
         if kv_heads > heads or heads % kv_heads:
             raise fields.refusal("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
         has_size = fields.get("head_dim", self.head_size) is not None
@@ -82,22 +82,22 @@ class _Kind:
             fields.check_divides("num_attention_heads", "hidden_size")
         if self.heads == "fill":
             fields.check("head_dim", None, hidden // heads)
-        size = fields.value("head_dim", "model.head_size", self.head_size) if has_size else hidden // heads
+        size = fields.value("head_dim", "head_size", self.head_size) if has_size else hidden // heads
         fields["head_dim"] = size
-        return {"model.num_kv_heads": kv_heads, "model.head_size": size}
+        return {"num_kv_heads": kv_heads, "head_size": size}
 
-    def read_bias(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    def read_bias(self, fields: Fields) -> dict[str, Any]:
         """Llama says separately whether attention and MLP have biases; ours have them in both or neither."""
         if self.biases == ("all",):
             fields.check("attention_bias", True)
-            return {"model.bias": "all"}
+            return {"bias": "all"}
         chosen = "all" in self.biases
         for name in "attention_bias", "mlp_bias":
             fields.check(name, False, *((True,) if chosen else ()))
         attention, mlp = (fields.get(name, False) for name in ("attention_bias", "mlp_bias"))
         if attention != mlp:
             raise fields.refusal("mlp_bias", mlp, f"as attention_bias, {str(attention).lower()}")
-        return {"model.bias": "all" if attention else self.biases[0]}
+        return {"bias": "all" if attention else self.biases[0]}
 
     def write_bias(self, model: ModelConfig) -> dict[str, Any]:
         if self.biases == ("all",):
@@ -146,7 +146,7 @@ def _query_scalar(default: int) -> OptionGroup:
     field = "query_pre_attn_scalar"
     return OptionGroup(
         ("query_scalar",),
-        lambda fields, _: {"model.query_scalar": fields.value(field, "model.query_scalar", default)},
+        lambda fields: {"query_scalar": fields.value(field, "query_scalar", default)},
         lambda model: {field: model.query_scalar or model.head_size},
     )
 
@@ -154,16 +154,16 @@ def _query_scalar(default: int) -> OptionGroup:
 _CLAMPS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # options that have the same names, and what is missing
 _CLAMPED = OptionGroup(
     (*_CLAMPS,),
-    lambda fields, _: {f"model.{name}": fields.value(name, f"model.{name}", each) for name, each in _CLAMPS.items()},
+    lambda fields: {name: fields.value(name, name, each) for name, each in _CLAMPS.items()},
     lambda model: {name: getattr(model, name) for name in _CLAMPS},
 )
 
 
-def read_dropout(fields: Fields, overrides: Mapping[str, Any]) -> dict[str, float]:
+def read_dropout(fields: Fields) -> dict[str, float]:
     """Their rate is for attention only; ours also applies to the residual branches."""
     rate = fields.get("attention_dropout", 0.0)
-    if "model.dropout" in overrides or rate is None or (type(rate) in (int, float) and rate == 0):
-        return {"model.dropout": 0.0}
+    if rate is None or (type(rate) in (int, float) and rate == 0):
+        return {"dropout": 0.0}
     raise fields.refusal("attention_dropout", rate, "0, or --model.dropout X, which is not of attention only")
 
 

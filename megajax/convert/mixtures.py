@@ -1,7 +1,6 @@
 """The experts of a decoder in the Hugging Face format, in which every product of every expert is a tensor of its own on
 disk. In memory transformers 5 fuses them, and `save_pretrained` can write that too."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +29,7 @@ class ExpertFields:
 
     def parts(self) -> tuple[OptionGroup, ...]:
         """What config.json says about experts."""
-        balance = OptionGroup(("balance",), lambda *_: {}, lambda _: {"output_router_logits": False}, _lacks_balance)
+        balance = OptionGroup(("balance",), lambda _: {}, lambda _: {"output_router_logits": False}, _lacks_balance)
         return self.sizes(), balance
 
     def sizes(self) -> OptionGroup:
@@ -39,18 +38,18 @@ class ExpertFields:
         options = (*sizes, *["shared_expert_size"] * bool(self.shared))
         return OptionGroup(options, self._read, self._write, self._lacks)
 
-    def _read(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    def _read(self, fields: Fields) -> dict[str, Any]:
         for name in self.no_mlps:
             fields.check(name, [], None)
-        experts = fields.value(self.number, "model.num_experts")
-        chosen = fields.value("num_experts_per_tok", "model.experts_per_token")
+        experts = fields.value(self.number, "num_experts")
+        chosen = fields.value("num_experts_per_tok", "experts_per_token")
         if chosen > experts:
             raise fields.refusal("num_experts_per_tok", chosen, f"1 to {experts}, {self.number}")
-        size = fields.value(self.size, "model.expert_size")
-        inner = fields.value("intermediate_size", "model.mlp_size", size)
+        size = fields.value(self.size, "expert_size")
+        inner = fields.value("intermediate_size", "mlp_size", size)
         found = {"num_experts": experts, "experts_per_token": chosen, "mlp_size": inner, "expert_size": size}
-        found |= {"shared_expert_size": fields.value(self.shared, "model.shared_expert_size")} if self.shared else {}
-        return {f"model.{name}": value for name, value in found.items()}
+        found |= {"shared_expert_size": fields.value(self.shared, "shared_expert_size")} if self.shared else {}
+        return found
 
     def _write(self, model: ModelConfig) -> dict[str, Any]:
         numbers = {self.number: model.num_experts, "num_experts_per_tok": model.experts_per_token}

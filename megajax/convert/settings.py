@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megajax.core.errors import UserError
+from megajax.core.models.config import ModelConfig
 from megajax.core.options import options
 from megajax.host import reading
-from megajax.settings.config import Config
 
 
 class Fields(dict[str, Any]):
@@ -40,9 +40,9 @@ class Fields(dict[str, Any]):
         if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in valid):
             raise self.refusal(name, value, ", ".join(map(json.dumps, valid)))
 
-    def value(self, name: str, key: str, missing: Any = None) -> Any:
-        """The value of a field as our option `key`; if the field is missing, `missing` is used."""
-        raw, option = self.get(name, missing), options(Config)[key]
+    def value(self, name: str, ours: str, missing: Any = None) -> Any:
+        """The value of a field as that of `ours`, an option of the model; `missing` if the field is missing."""
+        raw, option = self.get(name, missing), options(ModelConfig)[ours]
         try:
             value = option.convert(raw)
         except ValueError:
@@ -58,7 +58,7 @@ class Fields(dict[str, Any]):
         given, and two of these if not even that."""
         names = self.get("id2label")
         if names is None:
-            count = 2 if self.get("num_labels") is None else self.value("num_labels", "model.num_classes")
+            count = 2 if self.get("num_labels") is None else self.value("num_labels", "num_classes")
             return tuple(f"LABEL_{n}" for n in range(count))
         numbers = [str(n) for n in range(len(names))] if isinstance(names, dict) and len(names) > 1 else []
         if not numbers or names.keys() != {*numbers} or not all(isinstance(name, str) for name in names.values()):

@@ -1,6 +1,5 @@
 """Where config.json says how many tokens a token sees, and in which layers: windows of attention."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,7 @@ class Window:
         covered = "sliding_window", "window_layers", "window_rope_theta"
         return OptionGroup(covered, self._read, self._write, self._lacks)
 
-    def _read(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    def _read(self, fields: Fields) -> dict[str, Any]:
         size, layers = fields.get("sliding_window", None if self.never else self.size), fields["num_hidden_layers"]
         if self.never:
             fields.check("sliding_window", None)
@@ -45,8 +44,8 @@ class Window:
             raise fields.refusal("sliding_window", size, "null, or a whole number above 0")
         windowed = self._windowed(fields, layers, size is not None)
         if not any(windowed):
-            return {"model.sliding_window": 0, "model.window_rope_theta": 0.0}
-        return {"model.sliding_window": size, "model.window_layers": in_turns(windowed)}
+            return {"sliding_window": 0, "window_rope_theta": 0.0}
+        return {"sliding_window": size, "window_layers": in_turns(windowed)}
 
     def _windowed(self, fields: Fields, layers: int, has_window: bool) -> list[bool]:
         """Which layers have the window; without one, none has."""
