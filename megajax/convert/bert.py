@@ -1,14 +1,13 @@
 """BERT: transformers' `MegatronBertFor…` if a layer's LayerNorms come first, `BertFor…` if they follow the additions.
 The output product of pretraining is tied."""
 
-from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
 from megajax.convert.exchange import Exchange, Head
 from megajax.convert.parts import OptionGroup, dropout, plain_heads
 from megajax.convert.settings import Fields
-from megajax.convert.weights import TensorPlace, linear, norm
+from megajax.convert.weights import TensorPlace, linear, norm, spelling
 from megajax.core.models.bert.model import TOKEN_TYPES
 from megajax.data.tasks.registry import TASKS
 
@@ -84,17 +83,6 @@ def _read_mlp(fields: Fields) -> dict[str, Any]:
     return {}
 
 
-def _spelling(names: Collection[str]) -> Callable[[str], str]:
-    """Use the names that TensorFlow gave a LayerNorm's weights, which the first BERTs still have, if only those
-    exist."""
-
-    def spelled(name: str) -> str:
-        older = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
-        return older if name not in names and older in names else name
-
-    return spelled
-
-
 def _exchange(model_type: str, order: str, prefix: str) -> Exchange:
     outside, attention, mlp = _NORMS[order]
     heads = {
@@ -142,7 +130,8 @@ def _exchange(model_type: str, order: str, prefix: str) -> Exchange:
             **linear("mlp/down", f"{_LAYER}output.dense", "DF"),
         },
         unused=("bert.embeddings.position_ids",),
-        spelling=_spelling,
+        # The names that TensorFlow gave a LayerNorm's weights, which the first BERTs still have.
+        spelling=spelling(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
     )
 
 

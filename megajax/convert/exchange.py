@@ -62,7 +62,7 @@ class Exchange:
     # module's tensors that are copies of others.
     prediction: Mapping[str, TensorPlace] = field(default_factory=dict)
     prediction_copies: Mapping[str, str] = field(default_factory=dict)
-    of_model: Callable[[ModelConfig], Mapping[str, TensorPlace]] = lambda _: {}  # those that depend on the model
+    renamed: Callable[[ModelConfig], Mapping[str, str]] = lambda _: {}  # tensors that have other names in a model
     # As in `TensorPlaces`, unless they are weights of the model.
     copies: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()  # as in `TensorPlaces`
@@ -159,19 +159,21 @@ class Exchange:
     def places(self, model: ModelConfig) -> TensorPlaces:
         """The places of a model's weights."""
         head = self.heads[model.head]
-        weights = {named(path) for path in weight_paths(model)}
-        extra = self.of_model(model)
-        of_layers = {
-            f"{kind}/{name}" if kind else name: replace(place, of=kind)
-            for kind in model.kinds
-            for name, place in (self.linear if model.is_linear(kind) else {**self.blocks, **extra}).items()
-        }
-        dense = {
-            f"dense_blocks/{name}": replace(place, of="dense_blocks") for name, place in {**self.dense, **extra}.items()
-        }
-        of_module = {f"block/{name}": place for name, place in {**self.blocks, **extra}.items()} | {**self.prediction}
-        of_module = {f"{PREDICTION}/{name}": replace(place, of="prediction") for name, place in of_module.items()}
-        of_ends = {**self.shared, **head.shared, **dense, **(of_module if self.prediction else {})}
+        weights, renamed = {named(path) for path in weight_paths(model)}, self.renamed(model)
+
+        def of(owner: str, places: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
+            return {
+                f"{owner}/{name}".lstrip("/"): replace(place, name=renamed.get(place.name, place.name), of=owner)
+                for name, place in places.items()
+            }
+
+        of_layers: dict[str, TensorPlace] = {}
+        for kind in model.kinds:
+            of_layers |= of(kind, self.linear if model.is_linear(kind) else self.blocks)
+        of_ends = {**self.shared, **head.shared, **of("dense_blocks", self.dense)}
+        if self.prediction:
+            of_module = {f"block/{name}": place for name, place in self.blocks.items()}
+            of_ends |= of(PREDICTION, {**of_module, **self.prediction})
         shared = {name: place for name, place in of_ends.items() if ("shared", name) in weights}
         names = {place.name for place in shared.values()}
         modules = range(model.num_layers, model.num_layers + model.prediction_modules)

@@ -6,7 +6,7 @@ from typing import Any
 
 from megajax.convert.parts import Lacks, OptionGroup
 from megajax.convert.settings import Fields
-from megajax.convert.weights import Spelling, TensorPlace, linear, spelling
+from megajax.convert.weights import TensorPlace, linear, spelling
 from megajax.core.models.config import ModelConfig
 
 
@@ -23,43 +23,46 @@ class ExpertFields:
     renormalizes: bool = False  # and what that means if it is missing
     shared: str = ""  # field with the width of a shared expert that has a gate; empty: there is none
     shared_module: str = "shared_expert"  # in `module`
-    fixed: tuple[tuple[str, Any], ...] = ()  # other fields that have one value
     quantized: str = ""  # as in `Exchange`
     no_mlps: tuple[str, ...] = ()  # fields that list layers with an MLP; must be empty or null
+    biased: bool = False  # whether scores are sigmoids, with biases for choosing
 
-    def parts(self) -> tuple[OptionGroup, ...]:
-        """What config.json says about experts."""
-        balance = OptionGroup(("balance",), lambda _: {}, lambda _: {"output_router_logits": False}, _lacks_balance)
-        return self.sizes(), balance
+    @property
+    def _named(self) -> dict[str, str]:
+        """Fields by the options that have the same values."""
+        named = {"num_experts": self.number, "experts_per_token": "num_experts_per_tok", "expert_size": self.size}
+        return named | ({"shared_expert_size": self.shared} if self.shared else {})
 
-    def sizes(self) -> OptionGroup:
-        """Numbers and sizes of experts."""
-        sizes = ("num_experts", "experts_per_token", "mlp_size", "expert_size")
-        options = (*sizes, *["shared_expert_size"] * bool(self.shared))
+    @property
+    def scores(self) -> str:
+        """The value of `model.router_scores`."""
+        return "sigmoid" if self.biased else "softmax"
+
+    def options(self) -> OptionGroup:
+        """Numbers and sizes of experts, and what scores and biases routers have."""
+        options = (*self._named, "mlp_size", "router_scores", "balance")
         return OptionGroup(options, self._read, self._write, self._lacks)
 
     def _read(self, fields: Fields) -> dict[str, Any]:
         for name in self.no_mlps:
             fields.check(name, [], None)
-        experts = fields.value(self.number, "num_experts")
-        chosen = fields.value("num_experts_per_tok", "experts_per_token")
+        values = {option: fields.value(name, option) for option, name in self._named.items()}
+        experts, chosen = values["num_experts"], values["experts_per_token"]
         if chosen > experts:
             raise fields.refusal("num_experts_per_tok", chosen, f"1 to {experts}, {self.number}")
-        size = fields.value(self.size, "expert_size")
-        inner = fields.value("intermediate_size", "mlp_size", size)
-        found = {"num_experts": experts, "experts_per_token": chosen, "mlp_size": inner, "expert_size": size}
-        found |= {"shared_expert_size": fields.value(self.shared, "shared_expert_size")} if self.shared else {}
-        return found
+        values["mlp_size"] = fields.value("intermediate_size", "mlp_size", values["expert_size"])
+        return values | {"router_scores": self.scores, "balance": "bias" if self.biased else "none"}
 
     def _write(self, model: ModelConfig) -> dict[str, Any]:
-        numbers = {self.number: model.num_experts, "num_experts_per_tok": model.experts_per_token}
-        sizes = {"intermediate_size": model.mlp_size} | {self.size: model.expert_size}
-        sizes |= {self.shared: model.shared_expert_size} if self.shared else {}
-        return numbers | sizes | {name: [] for name in self.no_mlps}
+        values = {name: getattr(model, option) for option, name in self._named.items()}
+        values |= {name: [] for name in self.no_mlps}
+        return {"intermediate_size": model.mlp_size, "output_router_logits": False} | values
 
     def _lacks(self, model: ModelConfig) -> Lacks:
         lacking: Lacks = {} if model.num_experts else {"num_experts": 8}
-        return lacking | ({"shared_expert_size": 8} if self.shared and not model.shared_expert_size else {})
+        lacking |= {"shared_expert_size": 8} if self.shared and not model.shared_expert_size else {}
+        lacking |= {"router_scores": self.scores} if model.router_scores != self.scores else {}
+        return lacking | ({"balance": "bias" if self.biased else "none"} if model.biases_routers != self.biased else {})
 
     def _names(self, layer: str) -> tuple[str, str, str]:
         gate, up, down = (f"{layer}{self.module}.experts.{{expert}}.{name}.weight" for name in self.products)
@@ -70,10 +73,10 @@ class ExpertFields:
         gate, up, down = self._names(layer)
         return {f"{layer}mlp.experts.gate_up_proj": (gate, up), f"{layer}mlp.experts.down_proj": (down,)}
 
-    @property
-    def spelling(self) -> Spelling:
-        """In memory the router is in `mlp` in all classes."""
-        return spelling((f".{self.module}.gate.", ".mlp.gate."))
+    def of_exchange(self, layer: str) -> dict[str, Any]:
+        """What an `Exchange` says about tensors besides their places; `layer` as in `fused`."""
+        in_memory = spelling((f".{self.module}.gate.", ".mlp.gate."))
+        return {"quantized": self.quantized, "spelling": in_memory, "fused": self.fused(layer)}
 
     def places(self, layer: str) -> dict[str, TensorPlace]:
         """The places of a layer's weights; `layer` as in `fused`."""
@@ -111,10 +114,6 @@ class JoinedExpertFields(ExpertFields):
         return places
 
 
-def _lacks_balance(model: ModelConfig) -> Lacks:
-    return {"balance": "none"} if model.biases_routers else {}
-
-
 _PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = ExpertFields(
     "num_local_experts",
@@ -123,7 +122,6 @@ MIXTRAL = ExpertFields(
     "block_sparse_moe",
     ("w1", "w3", "w2"),
     renormalized=True,
-    fixed=(("router_jitter_noise", 0.0),),
 )
 QWEN3_MOE = ExpertFields(
     "num_experts",
@@ -131,14 +129,11 @@ QWEN3_MOE = ExpertFields(
     "moe_intermediate_size",
     "mlp",
     _PRODUCTS,
-    fixed=(("decoder_sparse_step", 1),),
     no_mlps=("mlp_only_layers",),
 )
 QWEN3_NEXT = replace(QWEN3_MOE, number_too="", renormalizes=True, shared="shared_expert_intermediate_size")
-QWEN3_5_MOE = replace(QWEN3_NEXT, renormalized=True, fixed=(), no_mlps=())
-OLMOE = ExpertFields(
-    "num_experts", "num_local_experts", "intermediate_size", "mlp", _PRODUCTS, fixed=(("clip_qkv", None),)
-)
+QWEN3_5_MOE = replace(QWEN3_NEXT, renormalized=True, no_mlps=())
+OLMOE = ExpertFields("num_experts", "num_local_experts", "intermediate_size", "mlp", _PRODUCTS)
 GPT_OSS = JoinedExpertFields(
     "num_local_experts",
     "num_experts",
@@ -151,4 +146,5 @@ GPT_OSS = JoinedExpertFields(
 DEEPSEEK = ExpertFields(
     "n_routed_experts", "num_experts", "moe_intermediate_size", "mlp", _PRODUCTS, shared_module="shared_experts"
 )
-KIMI = replace(DEEPSEEK, number="num_local_experts", module="block_sparse_moe", products=MIXTRAL.products)
+BIASED_DEEPSEEK = replace(DEEPSEEK, biased=True)
+KIMI = replace(BIASED_DEEPSEEK, number="num_local_experts", module="block_sparse_moe", products=MIXTRAL.products)

@@ -1,6 +1,7 @@
 """Read the `config.json` of a model in the Hugging Face format, field by field."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,13 @@ class Fields(dict[str, Any]):
         if value == 0 and type(value) is not bool:  # if 0 is valid, it means that another option decides
             raise self.refusal(name, raw, "more than 0")
         return value
+
+    def whole(self, name: str, missing: int | None, valid: str, least: int = 0, most: float = math.inf) -> int:
+        """The whole number in a field, from `least` to `most`, in words `valid`; if the field is missing, `missing`."""
+        number = self.get(name, missing)
+        if type(number) is not int or not least <= number <= most:
+            raise self.refusal(name, number, valid)
+        return number
 
     def labels(self) -> tuple[str, ...]:
         """Names of the classes, in the order of their numbers; transformers' default names if only their number is

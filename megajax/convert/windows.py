@@ -40,8 +40,8 @@ class Window:
         if self.switched:
             fields.check("use_sliding_window", False, True)
             size = size if fields.get("use_sliding_window") else None
-        if size is not None and (type(size) is not int or not 0 < size < 1_000_000_000):
-            raise fields.refusal("sliding_window", size, "null, or a whole number above 0")
+        if size is not None:
+            fields.whole("sliding_window", size, "null, or a whole number above 0", least=1, most=999_999_999)
         windowed = self._windowed(fields, layers, size is not None)
         if not any(windowed):
             return {"sliding_window": 0, "window_rope_theta": 0.0}
@@ -64,13 +64,13 @@ class Window:
 
     def _by_number(self, fields: Fields, layers: int) -> list[bool]:
         """The same without `layer_types`."""
-        first = fields.get("max_window_layers", self.first) if self.first is not None else 0
-        if type(first) is not int or first < 0:
-            raise fields.refusal("max_window_layers", first, "0 or more: layers before this one have no window")
-        pattern = layers + 1 if self.pattern is None else self.pattern
-        pattern = fields.get("sliding_window_pattern", pattern) if self.local else pattern
-        if type(pattern) is not int or pattern < 1:
-            raise fields.refusal("sliding_window_pattern", pattern, "1 or more: every so many layers one has no window")
+        first, pattern = 0, self.pattern or layers + 1
+        if self.first is not None:
+            valid = "0 or more: layers before this one have no window"
+            first = fields.whole("max_window_layers", self.first, valid)
+        if self.local:
+            valid = "1 or more: every so many layers one has no window"
+            pattern = fields.whole("sliding_window_pattern", pattern, valid, least=1)
         return [layer >= first and (layer + 1) % pattern > 0 for layer in range(layers)]
 
     def _write(self, model: ModelConfig) -> dict[str, Any]:
