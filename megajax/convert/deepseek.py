@@ -123,7 +123,7 @@ class Kind:
 
     def exchange(self, **others: Any) -> Exchange:
         """Its exchange, in which `others` replace fields."""
-        mixture = self.experts.places(LAYER)
+        mixture = self.experts.places()
         exchange = decoder(
             self.name,
             model_type=self.model_type,
@@ -144,7 +144,7 @@ class Kind:
             blocks=_BLOCKS | mixture,
             dense=_BLOCKS | MLP,
             renamed=_plain_queries,
-            **self.experts.of_exchange(LAYER),
+            **self.experts.of_exchange(),
         )
         return replace(exchange, **others)
 

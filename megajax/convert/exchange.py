@@ -145,11 +145,9 @@ class Exchange:
         covered |= {"prediction_modules"}  # left out by a class that has none
         lacking: Lacks = {}
         for name, option in options(ModelConfig).items():
-            reader = option.trait(OnlyWith)
+            reader, valid = option.trait(OnlyWith), fixed.get(name, option.default)
             matters = option.trait(Changes) in (WEIGHTS, COMPUTATION) and not option.trait(Through)
-            if reader and (reader.name in lacking or not reader.is_read(model)):
-                matters = False
-            valid = fixed.get(name, option.default)
+            matters = matters and not (reader and (reader.name in lacking or not reader.is_read(model)))
             if matters and name not in covered and getattr(model, name) != valid:
                 lacking[name] = valid
         for group in self.parts:

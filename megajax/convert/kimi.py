@@ -5,7 +5,7 @@ from typing import Any
 
 from megajax.convert.deepseek import ATTENTION, Kind
 from megajax.convert.hybrids import joined_convolutions, linear_attention, linear_places
-from megajax.convert.llama import LAYER, MLP, NORMS
+from megajax.convert.llama import MLP, NORMS
 from megajax.convert.mixtures import KIMI
 from megajax.convert.parts import Lacks
 from megajax.convert.settings import Fields
@@ -61,18 +61,12 @@ _OF_SECTION = {
     **{"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"},
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-_SIZES = linear_attention(
-    _kimi_layers,
-    names={
-        **dict.fromkeys(("heads", "key_heads"), "linear_num_heads"),
-        **dict.fromkeys(("key_size", "value_size"), "linear_head_dim"),
-        "convolution": "linear_conv_kernel_dim",
-    },
-    heads=32,
-    key_heads=32,
-    key_size=128,
-    value_size=128,
-)
+_NAMES = {
+    **dict.fromkeys(("heads", "key_heads"), "linear_num_heads"),
+    **dict.fromkeys(("key_size", "value_size"), "linear_head_dim"),
+    "convolution": "linear_conv_kernel_dim",
+}
+_SIZES = linear_attention(_kimi_layers, names=_NAMES, heads=32, key_size=128)
 _PLACES = {
     **NORMS["pre"],
     **linear_places(ATTENTION, joined=False),
@@ -108,7 +102,7 @@ EXCHANGE = _KIMI.exchange(
         **{"num_expert_group": "n_group", "num_shared_experts": "n_shared_experts"},
         **{"num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok"},
     },
-    linear=_PLACES | KIMI.places(LAYER),
+    linear=_PLACES | KIMI.places(),
     dense=_PLACES | MLP,
     joined=joined_convolutions(ATTENTION),
     # In memory, and in what transformers writes, which has dense layers where mixtures are.

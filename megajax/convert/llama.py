@@ -9,14 +9,13 @@ from typing import Any, Literal
 
 from megajax.convert.exchange import Exchange, Head
 from megajax.convert.hybrids import joined_convolutions, linear_attention, linear_places
-from megajax.convert.mixtures import GPT_OSS, MIXTRAL, OLMOE, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, ExpertFields
-from megajax.convert.parts import Lacks, OptionGroup, lacks_divisible_heads, rope, rope_by_layer, words
+from megajax.convert.mixtures import GPT_OSS, LAYER, MIXTRAL, OLMOE, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, ExpertFields
+from megajax.convert.parts import Lacks, OptionGroup, lacks_heads, rope, rope_by_layer, words
 from megajax.convert.settings import Fields
 from megajax.convert.weights import TensorPlace, linear, norm, spelling
 from megajax.convert.windows import Window
 from megajax.core.models.config import ModelConfig
 
-LAYER = "model.layers.{layer}."
 _NO_WINDOW = Window(never=True)
 _ROPE = rope(10_000.0)
 _DELTA = f"{LAYER}linear_attn."
@@ -111,11 +110,7 @@ class _Kind:
         return {} if model.bias in self.biases else {"bias": self.biases[0]}
 
     def lacks_heads(self, model: ModelConfig) -> Lacks:
-        if self.heads == "free":
-            return {}
-        size = model.hidden_size // model.num_heads
-        indivisible = lacks_divisible_heads(model)
-        return indivisible or ({"head_size": size} if self.heads == "fill" and model.head_size != size else {})
+        return {} if self.heads == "free" else lacks_heads(model, fill=self.heads == "fill")
 
     @property
     def all_options(self) -> dict[str, Any]:
@@ -136,7 +131,7 @@ class _Kind:
             "attention/sinks": TensorPlace(f"{LAYER}self_attn.sinks", "H"),
             **norm("attention/query_norm", f"{LAYER}self_attn.q_norm", "Q" if width else "K"),
             **norm("attention/key_norm", f"{LAYER}self_attn.k_norm", "G" if width else "K"),
-            **(self.experts.places(LAYER) if self.experts else MLP),
+            **(self.experts.places() if self.experts else MLP),
         }
 
 
@@ -181,14 +176,10 @@ def decoder(name: str, *, fixed: Mapping[str, Any], unused: tuple[str, ...] = ()
     )
 
 
-def _every(interval: int, fields: Fields) -> list[bool]:
-    """Which layers have linear attention, if every so many one does not."""
-    return [(n + 1) % interval > 0 for n in range(fields["num_hidden_layers"])]
-
-
-def _by_interval(fields: Fields) -> list[bool]:
+def _by_interval(fields: Fields, interval: int = 0) -> list[bool]:
     valid = "1 or more: every so many layers one is not linear"
-    return _every(fields.whole("full_attention_interval", 4, valid, least=1), fields)
+    interval = interval or fields.whole("full_attention_interval", 4, valid, least=1)
+    return [(n + 1) % interval > 0 for n in range(fields["num_hidden_layers"])]
 
 
 def _exchange(kind: _Kind) -> Exchange:
@@ -197,7 +188,7 @@ def _exchange(kind: _Kind) -> Exchange:
         model_type=kind.model_type or kind.name.lower(),
         dialect="mixture" if kind.experts else "llama",
         options=kind.all_options | ({"renormalize_shares": True} if kind.experts and kind.experts.renormalized else {}),
-        fixed=kind.fixed,
+        fixed={**kind.fixed, **(kind.experts.fixed if kind.experts else {})},
         aliases={kind.experts.number_too: kind.experts.number} if kind.experts else {},
         defaults={
             "norm_epsilon": kind.norm_epsilon,
@@ -220,7 +211,7 @@ def _exchange(kind: _Kind) -> Exchange:
             *kind.parts,
         ),
         blocks=kind.blocks(),
-        **(kind.experts.of_exchange(LAYER) if kind.experts else {}),
+        **(kind.experts.of_exchange() if kind.experts else {}),
         **kind.others,
     )
 
@@ -232,22 +223,16 @@ _JOINED_BY_HEAD = {
 _JOINED = _joined(f"{_DELTA}in_proj_qkv", "cD", "kkv", "query", "key", "value")
 
 
-def _qwen_hybrid(
-    name: str,
-    experts: ExpertFields | None,
-    joined: Mapping[str, TensorPlace],
-    fixed: Mapping[str, Any] = {},
-    **others: Any,
-) -> _Kind:
+def _qwen_hybrid(name: str, experts: ExpertFields | None, joined: Mapping[str, TensorPlace], **others: Any) -> _Kind:
     """Qwen3-Next and its kind, in which products of linear attention are `joined`."""
-    mlp = experts.places(LAYER) if experts else MLP
+    mlp = experts.places() if experts else MLP
     return _Kind(
         name,
         query_key_norm="head",
         head_size=256,
         angles=rope(10_000.0, share=0.25),
         options={"norm": "rmsnorm-1p", "attention_gate": "sigmoid", "shared_expert_gate": experts is not None},
-        fixed={"sliding_window": None, **fixed},
+        fixed={"sliding_window": None},
         experts=experts,
         parts=(linear_attention(_by_interval, heads=32, key_heads=16, key_size=128, value_size=128),),
         others={
@@ -300,7 +285,7 @@ _KINDS = (  # a model that fits several is exported as the first of them
         fixed={"sliding_window": None},
         parts=(
             linear_attention(
-                lambda fields: _every(min(4, fields["num_hidden_layers"]), fields),
+                lambda fields: _by_interval(fields, min(4, fields["num_hidden_layers"])),
                 heads=itemgetter("num_attention_heads"),
                 key_heads=itemgetter("num_attention_heads"),
                 key_size=lambda fields: 3 * fields["hidden_size"] // (4 * fields["linear_num_key_heads"]),
@@ -322,29 +307,18 @@ _KINDS = (  # a model that fits several is exported as the first of them
         },
     ),
     _qwen_hybrid("Qwen3_5", None, _JOINED, kv_heads=4, model_type="qwen3_5_text"),
-    _Kind(
-        "Mixtral",
-        window=Window(None),
-        kv_heads=8,
-        angles=rope(1e6),
-        norm_epsilon=1e-5,
-        experts=MIXTRAL,
-        fixed={"router_jitter_noise": 0.0},
-    ),
+    _Kind("Mixtral", window=Window(None), kv_heads=8, angles=rope(1e6), norm_epsilon=1e-5, experts=MIXTRAL),
     _Kind(
         "Qwen3Moe",
         window=Window(switched=True),
         query_key_norm="head",
         kv_heads=4,
         experts=QWEN3_MOE,
-        fixed={"decoder_sparse_step": 1},
         model_type="qwen3_moe",
     ),
-    _qwen_hybrid(
-        "Qwen3Next", QWEN3_NEXT, _JOINED_BY_HEAD, {"decoder_sparse_step": 1}, kv_heads=2, model_type="qwen3_next"
-    ),
+    _qwen_hybrid("Qwen3Next", QWEN3_NEXT, _JOINED_BY_HEAD, kv_heads=2, model_type="qwen3_next"),
     _qwen_hybrid("Qwen3_5Moe", QWEN3_5_MOE, _JOINED, kv_heads=2, model_type="qwen3_5_moe_text"),
-    _Kind("Olmoe", query_key_norm="width", heads="fill", norm_epsilon=1e-5, experts=OLMOE, fixed={"clip_qkv": None}),
+    _Kind("Olmoe", query_key_norm="width", heads="fill", norm_epsilon=1e-5, experts=OLMOE),
     _Kind(
         "GptOss",
         biases=("all",),

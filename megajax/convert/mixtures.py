@@ -1,7 +1,8 @@
 """The experts of a decoder in the Hugging Face format, in which every product of every expert is a tensor of its own on
 disk. In memory transformers 5 fuses them, and `save_pretrained` can write that too."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megajax.convert.parts import Lacks, OptionGroup
@@ -9,20 +10,23 @@ from megajax.convert.settings import Fields
 from megajax.convert.weights import TensorPlace, linear, spelling
 from megajax.core.models.config import ModelConfig
 
+LAYER = "model.layers.{layer}."  # before the names of a layer's tensors
+
 
 @dataclass(frozen=True)
 class ExpertFields:
-    """How a class stores experts."""
+    """How a class stores experts; the defaults are those of most."""
 
-    number: str  # field with their number
-    number_too: str  # another name that transformers accepts for it; empty: none
-    size: str  # field with an expert's width
-    module: str  # a layer's module with the router and the experts
-    products: tuple[str, str, str]  # gate, up and down
+    number: str = "num_experts"  # field with their number
+    number_too: str = "num_local_experts"  # another name that transformers accepts for it; empty: none
+    size: str = "moe_intermediate_size"  # field with an expert's width
+    module: str = "mlp"  # a layer's module with the router and the experts
+    products: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # gate, up and down
     renormalized: bool = False  # whether shares always sum to 1; otherwise a field says so
     renormalizes: bool = False  # and what that means if it is missing
     shared: str = ""  # field with the width of a shared expert that has a gate; empty: there is none
     shared_module: str = "shared_expert"  # in `module`
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # other fields that have one value
     quantized: str = ""  # as in `Exchange`
     no_mlps: tuple[str, ...] = ()  # fields that list layers with an MLP; must be empty or null
     biased: bool = False  # whether scores are sigmoids, with biases for choosing
@@ -64,26 +68,26 @@ class ExpertFields:
         lacking |= {"router_scores": self.scores} if model.router_scores != self.scores else {}
         return lacking | ({"balance": "bias" if self.biased else "none"} if model.biases_routers != self.biased else {})
 
-    def _names(self, layer: str) -> tuple[str, str, str]:
-        gate, up, down = (f"{layer}{self.module}.experts.{{expert}}.{name}.weight" for name in self.products)
+    def _names(self) -> tuple[str, str, str]:
+        gate, up, down = (f"{LAYER}{self.module}.experts.{{expert}}.{name}.weight" for name in self.products)
         return gate, up, down
 
-    def fused(self, layer: str) -> dict[str, tuple[str, ...]]:
-        """What transformers 5 has in memory, as in `TensorPlaces`; `layer` is the prefix of a layer's names."""
-        gate, up, down = self._names(layer)
-        return {f"{layer}mlp.experts.gate_up_proj": (gate, up), f"{layer}mlp.experts.down_proj": (down,)}
+    def fused(self) -> dict[str, tuple[str, ...]]:
+        """What transformers 5 has in memory, as in `TensorPlaces`."""
+        gate, up, down = self._names()
+        return {f"{LAYER}mlp.experts.gate_up_proj": (gate, up), f"{LAYER}mlp.experts.down_proj": (down,)}
 
-    def of_exchange(self, layer: str) -> dict[str, Any]:
-        """What an `Exchange` says about tensors besides their places; `layer` as in `fused`."""
+    def of_exchange(self) -> dict[str, Any]:
+        """What an `Exchange` says about tensors besides their places."""
         in_memory = spelling((f".{self.module}.gate.", ".mlp.gate."))
-        return {"quantized": self.quantized, "spelling": in_memory, "fused": self.fused(layer)}
+        return {"quantized": self.quantized, "spelling": in_memory, "fused": self.fused()}
 
-    def places(self, layer: str) -> dict[str, TensorPlace]:
-        """The places of a layer's weights; `layer` as in `fused`."""
-        (gate, up, down), shared = self._names(layer), f"{layer}{self.module}.{self.shared_module}"
+    def places(self) -> dict[str, TensorPlace]:
+        """The places of a layer's weights."""
+        (gate, up, down), shared = self._names(), f"{LAYER}{self.module}.{self.shared_module}"
         return {
-            "mlp/router/weight": TensorPlace(f"{layer}{self.module}.gate.weight", "ED", turned=True),
-            "mlp/router/bias": TensorPlace(f"{layer}{self.module}.gate.e_score_correction_bias", "E"),
+            "mlp/router/weight": TensorPlace(f"{LAYER}{self.module}.gate.weight", "ED", turned=True),
+            "mlp/router/bias": TensorPlace(f"{LAYER}{self.module}.gate.e_score_correction_bias", "E"),
             "mlp/gate/weight": TensorPlace(gate, "XD", turned=True),
             "mlp/up/weight": TensorPlace(up, "XD", turned=True),
             "mlp/down/weight": TensorPlace(down, "DX", turned=True),
@@ -97,11 +101,11 @@ class ExpertFields:
 class JoinedExpertFields(ExpertFields):
     """Experts in tensors of all of a layer on disk too, in which columns of gate and up take turns, with biases."""
 
-    def fused(self, layer: str) -> dict[str, tuple[str, ...]]:
+    def fused(self) -> dict[str, tuple[str, ...]]:
         return {}
 
-    def places(self, layer: str) -> dict[str, TensorPlace]:
-        router, experts = f"{layer}{self.module}.router.", f"{layer}{self.module}.experts."
+    def places(self) -> dict[str, TensorPlace]:
+        router, experts = f"{LAYER}{self.module}.router.", f"{LAYER}{self.module}.experts."
         gate, up, down = self.products
         places = {
             "mlp/router/weight": TensorPlace(f"{router}weight", "ED", turned=True),
@@ -114,37 +118,27 @@ class JoinedExpertFields(ExpertFields):
         return places
 
 
-_PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = ExpertFields(
-    "num_local_experts",
-    "num_experts",
-    "intermediate_size",
-    "block_sparse_moe",
-    ("w1", "w3", "w2"),
+    number="num_local_experts",
+    number_too="num_experts",
+    size="intermediate_size",
+    module="block_sparse_moe",
+    products=("w1", "w3", "w2"),
     renormalized=True,
+    fixed={"router_jitter_noise": 0.0},
 )
-QWEN3_MOE = ExpertFields(
-    "num_experts",
-    "num_local_experts",
-    "moe_intermediate_size",
-    "mlp",
-    _PRODUCTS,
-    no_mlps=("mlp_only_layers",),
-)
+QWEN3_MOE = ExpertFields(fixed={"decoder_sparse_step": 1}, no_mlps=("mlp_only_layers",))
 QWEN3_NEXT = replace(QWEN3_MOE, number_too="", renormalizes=True, shared="shared_expert_intermediate_size")
-QWEN3_5_MOE = replace(QWEN3_NEXT, renormalized=True, no_mlps=())
-OLMOE = ExpertFields("num_experts", "num_local_experts", "intermediate_size", "mlp", _PRODUCTS)
+QWEN3_5_MOE = replace(QWEN3_NEXT, renormalized=True, fixed={}, no_mlps=())
+OLMOE = ExpertFields(size="intermediate_size", fixed={"clip_qkv": None})
 GPT_OSS = JoinedExpertFields(
-    "num_local_experts",
-    "num_experts",
-    "intermediate_size",
-    "mlp",
-    ("gate_up_proj", "gate_up_proj", "down_proj"),
+    number="num_local_experts",
+    number_too="num_experts",
+    size="intermediate_size",
+    products=("gate_up_proj", "gate_up_proj", "down_proj"),
     renormalized=True,
     quantized="mxfp4",
 )
-DEEPSEEK = ExpertFields(
-    "n_routed_experts", "num_experts", "moe_intermediate_size", "mlp", _PRODUCTS, shared_module="shared_experts"
-)
+DEEPSEEK = ExpertFields(number="n_routed_experts", number_too="num_experts", shared_module="shared_experts")
 BIASED_DEEPSEEK = replace(DEEPSEEK, biased=True)
 KIMI = replace(BIASED_DEEPSEEK, number="num_local_experts", module="block_sparse_moe", products=MIXTRAL.products)

@@ -49,18 +49,17 @@ def plain_heads(heads: str, width: str) -> OptionGroup:
 
     def lacks(model: ModelConfig) -> Lacks:
         lacking: Lacks = {} if model.num_kv_heads == model.num_heads else {"num_kv_heads": model.num_heads}
-        if indivisible := lacks_divisible_heads(model):
-            return lacking | indivisible
-        size = model.hidden_size // model.num_heads
-        return lacking | ({} if model.head_size == size else {"head_size": size})
+        return lacking | lacks_heads(model, fill=True)
 
     return OptionGroup(("num_kv_heads", "head_size"), read, lambda _: {}, lacks)
 
 
-def lacks_divisible_heads(model: ModelConfig) -> Lacks:
-    """For a class whose heads must divide the width."""
-    heads, hidden = model.num_heads, model.hidden_size
-    return {"hidden_size": hidden // heads * heads or heads} if hidden % heads else {}
+def lacks_heads(model: ModelConfig, *, fill: bool) -> Lacks:
+    """For a class whose heads must divide the width, or `fill` it."""
+    size, rest = divmod(model.hidden_size, model.num_heads)
+    if rest:
+        return {"hidden_size": size * model.num_heads or model.num_heads}
+    return {"head_size": size} if fill and model.head_size != size else {}
 
 
 def dropout(*names: str, of_head: str = "") -> OptionGroup:
