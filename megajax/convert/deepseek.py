@@ -39,16 +39,14 @@ class Kind:
         self.check_rotary(fields, rotary)
         fields.check("qk_head_dim", None, plain + rotary)
         fields.check("sliding_window", None)
-        values = {
+        return {
             "num_kv_heads": heads,
             "head_size": plain + rotary,
             "rotary_size": rotary,
             "value_size": fields.value("v_head_dim", "value_size", 128),
             "latent_size": fields.value("kv_lora_rank", "latent_size", 512),
+            "query_latent_size": fields.optional("q_lora_rank", "query_latent_size", self.queries) or 0,
         }
-        if fields.get("q_lora_rank", self.queries) is not None:
-            values["query_latent_size"] = fields.value("q_lora_rank", "query_latent_size", self.queries)
-        return values
 
     def check_rotary(self, fields: Fields, rotary: int) -> None:
         if rotary % 2:
@@ -123,7 +121,6 @@ class Kind:
 
     def exchange(self, **others: Any) -> Exchange:
         """Its exchange, in which `others` replace fields."""
-        mixture = self.experts.places()
         exchange = decoder(
             self.name,
             model_type=self.model_type,
@@ -141,7 +138,7 @@ class Kind:
                 OptionGroup(("shared_expert_size", "dense_layers"), self.read_others, _write_others, _lacks_others),
                 *self.parts,
             ),
-            blocks=_BLOCKS | mixture,
+            blocks=_BLOCKS | self.experts.places(),
             dense=_BLOCKS | MLP,
             renamed=_plain_queries,
             **self.experts.of_exchange(),

@@ -72,19 +72,16 @@ class _Kind:
 
     def read_heads(self, fields: Fields) -> dict[str, Any]:
         heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
-        kv_heads = heads
-        if fields.get("num_key_value_heads", self.kv_heads) is not None:
-            kv_heads = fields.value("num_key_value_heads", "num_kv_heads", self.kv_heads)
+        kv_heads = fields.optional("num_key_value_heads", "num_kv_heads", self.kv_heads) or heads
         if kv_heads > heads or heads % kv_heads:
             raise fields.refusal("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
-        has_size = fields.get("head_dim", self.head_size) is not None
-        if self.heads != "free" or not has_size:
+        size = fields.optional("head_dim", "head_size", self.head_size)
+        if self.heads != "free" or size is None:
             fields.check_divides("num_attention_heads", "hidden_size")
         if self.heads == "fill":
             fields.check("head_dim", None, hidden // heads)
-        size = fields.value("head_dim", "head_size", self.head_size) if has_size else hidden // heads
-        fields["head_dim"] = size
-        return {"num_kv_heads": kv_heads, "head_size": size}
+        fields["head_dim"] = size or hidden // heads
+        return {"num_kv_heads": kv_heads, "head_size": fields["head_dim"]}
 
     def read_bias(self, fields: Fields) -> dict[str, Any]:
         """Llama says separately whether attention and MLP have biases; ours have them in both or neither."""
@@ -332,7 +329,7 @@ _KINDS = (  # a model that fits several is exported as the first of them
         experts=GPT_OSS,
         parts=(_CLAMPED,),
         model_type="gpt_oss",
-        others={"kept": {"fp16": ("norm.weight",)}},
+        others={"quantized": "mxfp4", "kept": {"fp16": ("norm.weight",)}},
     ),
 )
 EXCHANGES = tuple(map(_exchange, _KINDS))

@@ -27,7 +27,6 @@ class ExpertFields:
     shared: str = ""  # field with the width of a shared expert that has a gate; empty: there is none
     shared_module: str = "shared_expert"  # in `module`
     fixed: Mapping[str, Any] = field(default_factory=dict)  # other fields that have one value
-    quantized: str = ""  # as in `Exchange`
     no_mlps: tuple[str, ...] = ()  # fields that list layers with an MLP; must be empty or null
     biased: bool = False  # whether scores are sigmoids, with biases for choosing
 
@@ -80,7 +79,7 @@ class ExpertFields:
     def of_exchange(self) -> dict[str, Any]:
         """What an `Exchange` says about tensors besides their places."""
         in_memory = spelling((f".{self.module}.gate.", ".mlp.gate."))
-        return {"quantized": self.quantized, "spelling": in_memory, "fused": self.fused()}
+        return {"spelling": in_memory, "fused": self.fused()}
 
     def places(self) -> dict[str, TensorPlace]:
         """The places of a layer's weights."""
@@ -137,7 +136,6 @@ GPT_OSS = JoinedExpertFields(
     size="intermediate_size",
     products=("gate_up_proj", "gate_up_proj", "down_proj"),
     renormalized=True,
-    quantized="mxfp4",
 )
 DEEPSEEK = ExpertFields(number="n_routed_experts", number_too="num_experts", shared_module="shared_experts")
 BIASED_DEEPSEEK = replace(DEEPSEEK, biased=True)

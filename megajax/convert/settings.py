@@ -54,6 +54,10 @@ class Fields(dict[str, Any]):
             raise self.refusal(name, raw, "more than 0")
         return value
 
+    def optional(self, name: str, ours: str, missing: Any = None) -> Any:
+        """The same of a field that may be null, also as `missing`; then None."""
+        return None if self.get(name, missing) is None else self.value(name, ours, missing)
+
     def whole(self, name: str, missing: int | None, valid: str, least: int = 0, most: float = math.inf) -> int:
         """The whole number in a field, from `least` to `most`, in words `valid`; if the field is missing, `missing`."""
         number = self.get(name, missing)

@@ -160,11 +160,6 @@ class TensorPlaces:
         places = (place for place in self.shared.values() if place.of == "prediction")
         return {name for place in places for _, name in place.tensors(config)}
 
-    def written(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor that is written."""
-        shapes = self.shapes(config)
-        return shapes | {copy: shapes[name] for copy, name in self.written_copies.items()}
-
     def fused_tensors(self, config: ModelConfig) -> dict[str, list[list[str]]]:
         """The tensors that `fused` describes, each with the names of every expert's."""
         return {
