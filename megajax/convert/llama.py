@@ -75,12 +75,11 @@ class _Kind:
         kv_heads = fields.optional("num_key_value_heads", "num_kv_heads", self.kv_heads) or heads
         if kv_heads > heads or heads % kv_heads:
             raise fields.refusal("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
-        size = fields.optional("head_dim", "head_size", self.head_size)
-        if self.heads != "free" or size is None:
+        if self.heads != "free" or fields.get("head_dim", self.head_size) is None:
             fields.check_divides("num_attention_heads", "hidden_size")
         if self.heads == "fill":
             fields.check("head_dim", None, hidden // heads)
-        fields["head_dim"] = size or hidden // heads
+        fields["head_dim"] = fields.optional("head_dim", "head_size", self.head_size) or hidden // heads
         return {"num_kv_heads": kv_heads, "head_size": fields["head_dim"]}
 
     def read_bias(self, fields: Fields) -> dict[str, Any]:
