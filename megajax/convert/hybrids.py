@@ -28,7 +28,7 @@ def linear_attention(
     epsilon: float = 0,
     **sizes: int | Callable[[Fields], int],
 ) -> OptionGroup:
-    """Which layers have it, or `missing` without `layer_types`; and its sizes by the `names` of their fields, with what
+    """Which layers have it, or `missing` without `layer_types`; and its sizes, in fields with these `names`, with what
     null means, by fields before it. `epsilon` is that of the heads' norm; 0: of all norms."""
     named = {f"linear_{size}": name for size, name in names.items()}
 
@@ -36,7 +36,7 @@ def linear_attention(
         values: dict[str, Any] = {"linear_norm_epsilon": epsilon}
         for size, name in names.items():
             if fields.get(name) is None:
-                default = sizes.get(size, 4)
+                default = sizes.get(size, 4)  # that of convolutions in all classes
                 fields[name] = default(fields) if callable(default) else default
             values[f"linear_{size}"] = fields.value(name, f"linear_{size}")
         fields.check_divides(names["key_heads"], names["heads"])

@@ -55,7 +55,7 @@ class Fields(dict[str, Any]):
         return value
 
     def optional(self, name: str, ours: str, missing: Any = None) -> Any:
-        """The same of a field that may be null, also as `missing`; then None."""
+        """Like `value`; None if the field is null, or is missing and `missing` is None."""
         return None if self.get(name, missing) is None else self.value(name, ours, missing)
 
     def whole(self, name: str, missing: int | None, valid: str, least: int = 0, most: float = math.inf) -> int:
