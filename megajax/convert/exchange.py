@@ -46,7 +46,7 @@ class Exchange:
     dialect: str  # selects the names of options in config.json (`HuggingFaceName`)
     heads: Mapping[str, Head]  # by `model.head`
     shared: Mapping[str, TensorPlace]  # places of the weights of the ends, except those in a head's own table
-    blocks: Mapping[str, TensorPlace]  # places of the weights of every layer, except those of the next
+    blocks: Mapping[str, TensorPlace]  # places of the weights of a layer, other than the next two
     # Options that have only one value in this class, in addition to those of our family. Options that are mentioned
     # nowhere here must have their defaults.
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -55,9 +55,8 @@ class Exchange:
     # Values of named options if the field is missing; None: it may be null.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     parts: tuple[OptionGroup, ...] = ()  # options that do not map to fields one to one
-    linear: Mapping[str, TensorPlace] = field(default_factory=dict)  # the same of layers with linear attention
-    # Places of the weights of the first layers of a mixture, which are dense.
-    dense: Mapping[str, TensorPlace] = field(default_factory=dict)
+    linear: Mapping[str, TensorPlace] = field(default_factory=dict)  # of a layer with linear attention
+    dense: Mapping[str, TensorPlace] = field(default_factory=dict)  # of the first layers of a mixture, which are dense
     # Places of the weights of prediction modules, except those of their layers, which are as the others'; and a
     # module's tensors that are copies of others.
     prediction: Mapping[str, TensorPlace] = field(default_factory=dict)
