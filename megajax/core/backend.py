@@ -25,9 +25,10 @@ class Backend:
     # Compiler options to be zero with `--pipeline.paired-microbatches`: XLA would combine the last collective of one
     # microbatch with the first of the next, which then wait for each other.
     apart: tuple[str, ...] = ()
-    # And always: XLA would merge two of the products of queries, keys and values, whose biases it then adds in a pass.
-    unmerged: tuple[str, ...] = ()
-    # And to be true with unrolled layers: XLA fails on norms of recomputed scans and stages (JAX 0.11.2, 0.12.0.1).
+    # Always: XLA would merge two of the products of queries, keys and values, whose biases it then adds in a pass; and
+    # to Triton's products it joins no GeLU.
+    always: tuple[tuple[str, int | bool], ...] = ()
+    # To be true with unrolled layers: XLA fails on norms of recomputed scans and stages (JAX 0.11.2, 0.12.0.1).
     unrolled: tuple[str, ...] = ()
     # With `--bitwise`: no fused multiply-adds, no half precision that is not rounded, no sums in another order.
     same_bits: tuple[tuple[str, bool | str], ...] = (("xla_allow_excess_precision", False),)
@@ -94,7 +95,7 @@ GPU = Backend(
     scores_bytes=None,
     transposed_copies=False,
     overlapped_sums=2**26,  # an H200 reduces their 2^28 bytes in 0.7 ms
-    unmerged=("xla_gpu_dot_merger_threshold_mb",),
+    always=(("xla_gpu_dot_merger_threshold_mb", 0), ("xla_gpu_enable_triton_gemm", False)),
     apart=("xla_gpu_reduce_scatter_combine_threshold_bytes", "xla_gpu_all_gather_combine_threshold_bytes"),
     gelu_of_gpus=True,
     sums_by_bits=True,
