@@ -36,8 +36,8 @@ class _Kimi(Kind):
         *parts, _ = deepseek.parts
         return replace(
             deepseek,
-            options=deepseek.options | _OPTIONS,
-            defaults=deepseek.defaults | {"norm_epsilon": 1e-5},
+            options={**deepseek.options, **_OPTIONS},
+            defaults={**deepseek.defaults, "norm_epsilon": 1e-5},
             parts=(*parts, _LINEAR),
             blocks=_LATENT | mixture,
             linear=_PLACES | mixture,

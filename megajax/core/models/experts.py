@@ -191,7 +191,7 @@ class Mixture(nnx.Module):
         rows = checkpoint_name(rows, "expert_rows")
         inner = self._multiplied("experts_input", rows, blocks, context.factors)
         inner = [checkpoint_name(y, name) for y, name in zip(inner, names, strict=True)]
-        y = activated(inner, self.config, self.backend)
+        y = activated(inner, self.config, self.backend, scaled=self.up.copies is not None)
         return self._multiplied("experts_output", y, blocks, context.factors)[0]
 
     def _multiplied(self, name: str, rows: Array, blocks: Blocks | None, factors: Factors) -> list[Array]:
