@@ -109,7 +109,7 @@ def delta_rule(tokens: Tokens, chunk: int, segment: int, state_BHKV: Array | Non
     in at least fp32. The backward pass keeps the state of every segment and computes the rest again."""
     chunk, segment = _sizes(tokens, chunk, segment)
 
-    @jax.checkpoint
+    @partial(jax.checkpoint, prevent_cse=False)
     def computed(state_BHKV: Array, tokens: Tokens) -> tuple[Array, Array]:
         chunks = Chunks.of(tokens, chunk)
         entering_NBHKV, last_BHKV = chunks.states(state_BHKV)
@@ -133,7 +133,7 @@ def state_map(tokens: Tokens, chunk: int, segment: int) -> Array:
     unit_BHKK = jnp.broadcast_to(jnp.eye(size, dtype=nothing.dtype)[None, None], (*of_heads, size, size))
     first_BHKW = _varying_as(tokens, jnp.concatenate([nothing, unit_BHKK], -1))
 
-    @jax.checkpoint
+    @partial(jax.checkpoint, prevent_cse=False)
     def step(map_BHKW: Array, tokens: Tokens) -> tuple[Array, None]:
         chunks = Chunks.of(tokens, chunk)
         wider = [(0, 0)] * (chunks.written_NBHCV.ndim - 1) + [(0, size)]
