@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
@@ -39,8 +38,7 @@ from megajax.core.parallel.collectives import (
     own_shard,
     scatter_sum,
     send_on,
-    vary,
-    varying_axes,
+    vary_as,
 )
 from megajax.core.parallel.random import Dropout
 from megajax.core.parallel.tokens import TOKENS, ContextWay
@@ -158,7 +156,8 @@ def gathered(x_BTHK: Array) -> Array:
     """Keys or values of all tokens in the order of the sequence. Devices hold two pieces each: the first ones follow
     each other from the front, the second ones from the back."""
     x_BSHK = gather_shards(x_BTHK, TOKENS, CONTEXT)
-    front_BCPHK, back_BCPHK = (x.squeeze(2) for x in jnp.split(_by_device(x_BSHK), 2, axis=2))
+    by_device_BC2PHK = x_BSHK.reshape(x_BSHK.shape[0], axis_size(CONTEXT), 2, -1, *x_BSHK.shape[2:])
+    front_BCPHK, back_BCPHK = (x.squeeze(2) for x in jnp.split(by_device_BC2PHK, 2, axis=2))
     ordered = jnp.concatenate([front_BCPHK, back_BCPHK[:, ::-1]], axis=1)
     return ordered.reshape(x_BSHK.shape)
 
@@ -169,11 +168,6 @@ def _scattered(x_BSHK: Array) -> Array:
     pieces = x_BSHK.reshape(x_BSHK.shape[0], 2 * count, -1, *x_BSHK.shape[2:])
     by_device = jnp.stack([pieces[:, :count], pieces[:, : count - 1 : -1]], axis=2)
     return scatter_sum(by_device.reshape(x_BSHK.shape), TOKENS, CONTEXT)
-
-
-def _by_device(x_BSHK: Array) -> Array:
-    """Split what C devices contributed one after the other: [B, C, 2, P, H, K]."""
-    return x_BSHK.reshape(x_BSHK.shape[0], axis_size(CONTEXT), 2, -1, *x_BSHK.shape[2:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +265,7 @@ def _forward_of_heads(
         ((*q_NGTK.shape[:3], 1), jnp.finfo(dtype).min),
         ((*q_NGTK.shape[:3], 1), 0),
     )
-    totals = [_varying_as(jnp.full(shape, value, dtype), q_NGTK, k_NSK, places) for shape, value in each]
+    totals = [vary_as(jnp.full(shape, value, dtype), q_NGTK, k_NSK, places) for shape, value in each]
     sum_, *statistics = _over_tiles(step, totals, visible, places, q_NGTK.shape[2] // 2, block)
     return (sum_ / statistics[1]).astype(q_NGTK.dtype), *statistics
 
@@ -297,11 +291,6 @@ def _backward_of_heads(*inputs: Any, places: Places, block: int) -> tuple[Array,
         added = [tile.with_keys(x, tile.keys(x) + new) for x, new in zip(totals[1:], dkeys, strict=True)]
         return [tile.with_queries(totals[0], tile.queries(totals[0]) + dq), *added]
 
-    totals = [_varying_as(jnp.zeros(x.shape, dtype), *of_queries, k_NSK, places) for x in (q_NGTK, k_NSK, v_NSK)]
+    totals = [vary_as(jnp.zeros(x.shape, dtype), *of_queries, k_NSK, places) for x in (q_NGTK, k_NSK, v_NSK)]
     grads = _over_tiles(step, totals, visible, places, q_NGTK.shape[2] // 2, block)
     return tuple(grad.astype(q_NGTK.dtype) for grad in grads)
-
-
-def _varying_as(total: Array, *inputs: Any) -> Array:
-    """Declare a total varying over the mesh axes that these inputs vary over."""
-    return vary(total, sorted(set().union(*map(varying_axes, jax.tree.leaves(inputs)))))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.collectives import vary_as
 from megajax.core.precision import at_least_fp32
 
 _EPSILON = 1e-6  # added to squared norms by all published models
@@ -119,7 +119,7 @@ def delta_rule(tokens: Tokens, chunk: int, segment: int, state_BHKV: Array | Non
         return computed(checkpoint_name(state_BHKV, "attention_statistics"), tokens)
 
     nothing = jnp.zeros(tokens.state_shape, tokens.decay_BHTG.dtype)
-    first_BHKV = _varying_as(tokens, nothing if state_BHKV is None else state_BHKV)
+    first_BHKV = vary_as(nothing if state_BHKV is None else state_BHKV, tokens)  # as when they have changed it
     last_BHKV, read_MBHTV = lax.scan(step, first_BHKV, tokens.in_parts(segment))
     return _joined(read_MBHTV, tokens.key_BHTK.shape[2]), last_BHKV
 
@@ -131,7 +131,7 @@ def state_map(tokens: Tokens, chunk: int, segment: int) -> Array:
     *of_heads, size, _ = tokens.state_shape
     nothing = jnp.zeros(tokens.state_shape, tokens.decay_BHTG.dtype)
     unit_BHKK = jnp.broadcast_to(jnp.eye(size, dtype=nothing.dtype)[None, None], (*of_heads, size, size))
-    first_BHKW = _varying_as(tokens, jnp.concatenate([nothing, unit_BHKK], -1))
+    first_BHKW = vary_as(jnp.concatenate([nothing, unit_BHKK], -1), tokens)
 
     @jax.checkpoint
     def step(map_BHKW: Array, tokens: Tokens) -> tuple[Array, None]:
@@ -208,8 +208,3 @@ def _sizes(tokens: Tokens, chunk: int, segment: int) -> tuple[int, int]:
     length = tokens.key_BHTK.shape[2]
     chunk = min(chunk, 1 << (length - 1).bit_length())
     return chunk, min(segment // chunk, -(-length // chunk)) * chunk
-
-
-def _varying_as(tokens: Tokens, state: Array) -> Array:
-    """A state that varies over the mesh axes that the tokens vary over, as it will when they have changed it."""
-    return vary(state, sorted(frozenset[str]().union(*map(varying_axes, tokens))))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.collectives import vary_as
 from megajax.core.parallel.float8 import Scaled, multiplied
 from megajax.core.precision import at_least_fp32
 from megajax.core.private import has_gpu_kernels
@@ -64,7 +64,7 @@ def grouped_product(rows_RI: Array, weight_EIO: Array, blocks: Blocks, *, turned
     if _by_kernel(rows_RI, blocks, *weight_EIO.shape[1:]):
         return _kernel_product(rows_RI, weight_EIO, blocks, turned=turned)
     weight_EIO = weight_EIO.swapaxes(1, 2) if turned else weight_EIO
-    out_RO = _zeros((rows_RI.shape[0], weight_EIO.shape[2]), rows_RI.dtype, rows_RI)
+    out_RO = vary_as(jnp.zeros((rows_RI.shape[0], weight_EIO.shape[2]), rows_RI.dtype), rows_RI)
 
     def multiply(turn: Array, out_RO: Array) -> Array:
         return _put(out_RO, jnp.matmul(_rows(rows_RI, blocks, turn), _weights(weight_EIO, blocks, turn)), turn)
@@ -80,7 +80,7 @@ def grouped_weight_gradient(rows_RI: Array, grad_RO: Array, blocks: Blocks, grou
 
         ends_E = _group_ends(blocks, groups)
         starts_E = jnp.concatenate([jnp.zeros_like(ends_E[:1]), ends_E[:-1]])
-        return _alike(grouped.weight_gradient(rows_RI, grad_RO, starts_E, ends_E, rows_RI.dtype), rows_RI)
+        return vary_as(grouped.weight_gradient(rows_RI, grad_RO, starts_E, ends_E, rows_RI.dtype), rows_RI)
 
     def add(turn: Array, total_EIO: Array) -> Array:
         rows_GNI, grads_GNO = (_rows(x, blocks, turn) for x in (rows_RI, grad_RO))
@@ -90,7 +90,7 @@ def grouped_weight_gradient(rows_RI: Array, grad_RO: Array, blocks: Blocks, grou
             return total_EIO.at[group_G[0]].add(product_GIO[0])
         return total_EIO.at[group_G].add(product_GIO, indices_are_sorted=True, unique_indices=False)
 
-    return _for_turns(blocks, add, _zeros(shape, dtype, rows_RI)).astype(rows_RI.dtype)
+    return _for_turns(blocks, add, vary_as(jnp.zeros(shape, dtype), rows_RI)).astype(rows_RI.dtype)
 
 
 def kernels_can(dtype: Any, block: int, *widths: int) -> bool:
@@ -108,7 +108,7 @@ def _kernel_product(rows: Array, weight: Array, blocks: Blocks, dtype: Any = Non
     from megajax.core.kernels import grouped  # JAX 0.10 lacks what it imports
 
     group_M, used = blocks.group_MG.astype(jnp.int32).reshape(-1), blocks.used.astype(jnp.int32)
-    return _alike(grouped.grouped_product(rows, weight, group_M, used, dtype or rows.dtype, turned=turned), rows)
+    return vary_as(grouped.grouped_product(rows, weight, group_M, used, dtype or rows.dtype, turned=turned), rows)
 
 
 def _group_ends(blocks: Blocks, groups: int) -> Array:
@@ -122,10 +122,6 @@ def _places_in(sorted_N: Array, count: int) -> Array:
     """How many of these numbers are at most 0, 1, …, int32 [count]; by comparing all, since a search is a loop."""
     numbers = jnp.arange(count, dtype=jnp.int32)
     return jnp.searchsorted(sorted_N, numbers, side="right", method="compare_all").astype(jnp.int32)
-
-
-def _alike(x: Array, like: Array) -> Array:
-    return vary(x, sorted(varying_axes(like)))
 
 
 def _for_turns(blocks: Blocks, body: Any, start: Array) -> Array:
@@ -152,10 +148,6 @@ def _put(out_RO: Array, product_GNO: Array, turn: Array) -> Array:
     """The products of a turn in their place among all rows."""
     product_RO = product_GNO.reshape(-1, product_GNO.shape[-1])
     return lax.dynamic_update_slice_in_dim(out_RO, product_RO, turn * product_RO.shape[0], 0)
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
-    return _alike(jnp.zeros(shape, dtype), like)
 
 
 def group_biased(y: Array, bias_EO: Array, blocks: Blocks | None = None) -> Array:
@@ -217,5 +209,5 @@ def multiplied_by_group(rows: Scaled, weight: Scaled, dtype: Any, blocks: Blocks
         weights = Scaled(*(_weights(each, blocks, turn) for each in weight))
         return _put(out_RO, multiplied(own, weights, dtype, batch=1), turn)
 
-    out_RO = _zeros((rows.values.shape[0], weight.values.shape[1]), dtype, rows.values)
+    out_RO = vary_as(jnp.zeros((rows.values.shape[0], weight.values.shape[1]), dtype), rows.values)
     return _for_turns(blocks, multiply, out_RO)

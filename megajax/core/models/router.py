@@ -17,7 +17,7 @@ from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
 from megajax.core.models.remat import CHOICE
 from megajax.core.parallel.boundary import RegionBoundary
-from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.collectives import vary_as
 from megajax.core.parallel.layers import normal, param
 from megajax.core.parallel.random import NamedKey
 from megajax.core.parallel.sites import named
@@ -140,7 +140,7 @@ def _attach(y_BTD: Array, loss_B: Array, weight: Array) -> tuple[Array, tuple[Ar
 
 def _detach(residuals: tuple[Array, Array], grad_BTD: Array) -> tuple[Array, Array, Array]:
     loss_B, weight = residuals
-    grad_B = vary(jnp.broadcast_to(weight.astype(loss_B.dtype), loss_B.shape), sorted(varying_axes(loss_B)))
+    grad_B = vary_as(jnp.broadcast_to(weight.astype(loss_B.dtype), loss_B.shape), loss_B)
     return grad_BTD, grad_B, jnp.zeros_like(weight)
 
 

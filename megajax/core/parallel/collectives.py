@@ -253,7 +253,12 @@ def vary(tree: Any, axes: Sequence[str]) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def vary_as(tree: Any, *like: Any) -> Any:
+    """`vary` over all mesh axes over which any leaf of `like` varies."""
+    return vary(tree, sorted(frozenset[str]().union(*map(varying_axes, jax.tree.leaves(like)))))
+
+
 def zeros_like_type(shape_dtype: Any, leading: tuple[int, ...] = ()) -> Array:
     """Zeros with the dtype and varying axes of `shape_dtype`, its shape prefixed by `leading`."""
     zeros = jnp.zeros((*leading, *shape_dtype.shape), shape_dtype.dtype)
-    return vary(zeros, sorted(varying_axes(shape_dtype)))
+    return vary_as(zeros, shape_dtype)

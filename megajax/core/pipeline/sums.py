@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.core.parallel.checksum import checksum
-from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.collectives import vary, vary_as, varying_axes
 from megajax.core.parallel.integer_sums import floats, integers, not_summed
 from megajax.core.pipeline.model import Factors
 from megajax.core.precision import at_least_fp32
@@ -127,7 +127,7 @@ def _checksum(terms: Gradients) -> Gradients:
 
 
 def _zeros(like: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    return vary(jnp.zeros(shape, dtype), sorted(varying_axes(like)))
+    return vary_as(jnp.zeros(shape, dtype), like)
 
 
 class Reduction(Protocol):

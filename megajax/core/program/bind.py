@@ -21,7 +21,7 @@ from megajax.core.models.remat import POLICIES
 from megajax.core.models.staged import StagedModel, of_kind
 from megajax.core.optim.adam import initial_norms
 from megajax.core.parallel import sites
-from megajax.core.parallel.collectives import PIPE, TENSOR, axis_index, complete, vary, varying_axes
+from megajax.core.parallel.collectives import PIPE, TENSOR, axis_index, complete, vary, vary_as
 from megajax.core.parallel.integer_sums import bound_exponent, digit_bits
 from megajax.core.parallel.products import Factors
 from megajax.core.parallel.random import Dropout
@@ -90,7 +90,7 @@ class BoundModel:
         with sites.at(layer, context.row_B, self._tokens()):
             block = self.staged.layers[self.kind].block(weights)
             y_BTD, figures = block(x_BTD, dataclasses.replace(context, factors=factors), layer)
-        return y_BTD, vary(self.summation.figures(figures), sorted(varying_axes(x_BTD)))
+        return y_BTD, vary_as(self.summation.figures(figures), x_BTD)
 
     @jax.named_scope("head")
     def head(
@@ -103,7 +103,7 @@ class BoundModel:
             further, figures = self.staged.predictions(shared, x_BTD, batch, context)
         totals |= further
         means = {name: total / jnp.maximum(self.counts[name], 1).astype(total.dtype) for name, total in totals.items()}
-        return means, vary(figures, sorted(varying_axes(x_BTD)))
+        return means, vary_as(figures, x_BTD)
 
     def with_ends(self, function: Callable, shared: Tree, *args: Any, columns: bool = False) -> Tree:
         """See `LoopModel`."""
