@@ -146,10 +146,7 @@ class Transformer:
         OnlyWith("prediction_modules", ignored=True),
     ] = 0.3
     norm: Annotated[
-        str,
-        "normalization layer; rmsnorm-1p: RMSNorm whose scale is 1 plus a weight",
-        OneOf(NORMS),
-        WEIGHTS,
+        str, "normalization layer; rmsnorm-1p: RMSNorm whose scale is 1 plus a weight", OneOf(NORMS), WEIGHTS
     ] = "layernorm"
     norm_epsilon: Annotated[
         float,
@@ -582,11 +579,7 @@ class LinearAttention:
         ShrinkRule(most=3),
     ] = 4
     linear_norm_epsilon: Annotated[
-        float,
-        "model.norm-epsilon of linear attention's heads; 0: the same",
-        between(0, 1),
-        COMPUTATION,
-        _LINEAR,
+        float, "model.norm-epsilon of linear attention's heads; 0: the same", between(0, 1), COMPUTATION, _LINEAR
     ] = 0
     linear_chunk: Annotated[
         int,

@@ -45,8 +45,7 @@ class Adapters:
         shapes, specs = self.part(model.shapes), self.part(model.logical_specs)
         # Every product has an activation between tensor-parallel regions, or a latent, as its input or its output.
         self.num_inner = jax.tree.map(
-            lambda spec: 1 if "experts" in spec or spec[1] in {"embed", *LATENTS} else len(spec) - 2,
-            specs,
+            lambda spec: 1 if "experts" in spec or spec[1] in {"embed", *LATENTS} else len(spec) - 2, specs
         )
 
         def pair_of(dims: tuple[Any, ...], inner: int, spec: PartitionSpec, rank: Any) -> dict[str, tuple[Any, ...]]:
