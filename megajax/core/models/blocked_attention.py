@@ -5,7 +5,7 @@ Letters: B batch, T query positions, S key positions, H heads, K head size, N he
 the other, G query heads for each of them, R = G T their rows in a matrix product.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -104,24 +104,24 @@ def _forward_of_heads(
     q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Dropout, *, places: Places, block: int
 ) -> tuple:
     """Attention; the highest score of every query; and the sum of exponentials of the scores relative to it."""
-    group = q_NGTK.shape[1]
-    out, highest, total = [], [], []
-    for sum_NRK, highest_NR1, total_NR1 in _blocks(q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=places, block=block):
-        out.append(_grouped_rows((sum_NRK / total_NR1).astype(q_NGTK.dtype), group))
-        highest.append(_grouped_rows(highest_NR1, group))
-        total.append(_grouped_rows(total_NR1, group))
-    return tuple(jnp.concatenate(blocks, axis=2) for blocks in (out, highest, total))
+    blocks = _blocks(q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=places, block=block)
+    divided = (((sum_NRK / total_NR1).astype(q_NGTK.dtype), most, total_NR1) for sum_NRK, most, total_NR1 in blocks)
+    return _together(divided, q_NGTK.shape[1])
 
 
 def attention_sums(
     q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Dropout, *, places: Places, block: int
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """The sum of the values, weighted by exponentials of the scores relative to the highest one, in at least fp32; the
     highest score of every query; and the sum of the exponentials. A query may see none of the keys."""
-    blocks = zip(*_blocks(q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=places, block=block, some=True), strict=True)
-    together = ([_grouped_rows(x, q_NGTK.shape[1]) for x in each] for each in blocks)
-    sum_, highest, total = (jnp.concatenate(each, axis=2) for each in together)
-    return sum_, highest, total
+    blocks = _blocks(q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=places, block=block, some=True)
+    return _together(blocks, q_NGTK.shape[1])
+
+
+def _together(blocks: Iterable[tuple[Array, ...]], group: int) -> tuple[Array, ...]:
+    """Results of blocks of queries, [N, R, …], as those of all queries, [N, G, T, …]."""
+    grouped = [[_grouped_rows(x, group) for x in block] for block in blocks]
+    return tuple(jnp.concatenate(each, axis=2) for each in zip(*grouped, strict=True))
 
 
 def _blocks(
