@@ -187,12 +187,8 @@ def _averaged(drawn: Drawn, after: TrainState, skipped: bool) -> Values:
 
 def _changed(before: TrainState, after: TrainState) -> list[str]:
     """Leaves that differ, except the loss scale's."""
-    pairs = zip(beside_the_scale(before), beside_the_scale(after), strict=True)
-    return [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for (path, old), (_, new) in pairs
-        if (elements(old) != elements(new)).any()
-    ]
+    new = beside_the_scale(after)
+    return [name for name, old in beside_the_scale(before).items() if (elements(old) != elements(new[name])).any()]
 
 
 def unequal(expected: Value, actual: Value) -> str:

@@ -195,11 +195,7 @@ def _with_scale(state: TrainState, scale: Any) -> TrainState:
 
 def _bits(state: TrainState) -> dict[str, bytes]:
     """The bits of every leaf, except the loss scale's, by its path."""
-    return {_name(path): np.asarray(leaf).tobytes() for path, leaf in beside_the_scale(state)}
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    return {name: np.asarray(leaf).tobytes() for name, leaf in beside_the_scale(state).items()}
 
 
 def _rows(program: Program) -> list[list[int]]:
@@ -226,7 +222,7 @@ def _unequal(state: TrainState) -> list[str]:
         return len(parts) > len({index for index, _ in parts})
 
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [_name(path) for path, leaf in leaves if differs(leaf)]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in leaves if differs(leaf)]
 
 
 def _uncast(program: Program, state: TrainState) -> list[str]:
