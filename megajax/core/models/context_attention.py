@@ -106,7 +106,7 @@ def attend_to_others(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setti
     starts, _ = boundary.context_starts(q_BTHK.shape[TOKENS] * axis_size(CONTEXT))
     start_P = jnp.stack([jnp.asarray(start, jnp.int32) for start in starts])
     visible = setting.visible.of_queries(boundary.context_tokens)
-    setting = setting._replace(visible=visible, places=Places(Pieces(None, start_P)))
+    setting = setting._replace(visible=visible, places=Places(Pieces(start_P)))
     if boundary.context == "window":
         return _by_window(q_BTHK, k_BTHK, v_BTHK, setting, boundary.together)
     return _by_gathering(q_BTHK, k_BTHK, v_BTHK, setting)
@@ -202,12 +202,8 @@ class _Tile:
     def limits(self) -> dict[str, Any]:
         """What these queries see of these keys, and the positions of both."""
         own = partial(lax.dynamic_slice_in_dim, start_index=self.first, slice_size=self.num_queries, axis=1)
-        places = Places(_from(self.query), _from(self.key), self.ahead)
+        places = Places(Pieces(self.query[None]), Pieces(self.key[None]), self.ahead)
         return {"visible": self.visible.of_queries(own), "places": places}
-
-
-def _from(start: Array) -> Pieces:
-    return Pieces(None, start[None])
 
 
 def tile_queries(piece: int, block: int) -> int:
