@@ -24,7 +24,7 @@ from megajax.core.program.train_step import train_step_with_gradients
 from megajax.data.synthetic import placed_batch
 from megajax.settings.config import Config
 from megajax.verify.accumulation import sums_in_other_dtypes
-from megajax.verify.comparison import Leaves, Trace, beside_the_scale, named_leaves
+from megajax.verify.comparison import Leaves, beside_the_scale, named_leaves
 
 FP8_IN_FP64 = "fp8-in-fp64"  # a step in fp64 whose products have operands rounded to e4m3
 _PACKAGE = Path(__file__).parents[1]
@@ -82,11 +82,6 @@ class MeshRun:
     def kind(self) -> str:
         """What it computes in, in one word."""
         return FP8_IN_FP64 if self.operand_dtype == E4M3 else self.config.precision
-
-    @property
-    def trace(self) -> Trace:
-        """The first step's loss and gradients."""
-        return Trace([self.metrics[0]["loss"]], [self.gradients])
 
 
 def run(

@@ -97,8 +97,7 @@ class Adapters:
         return {_BLOCKS: unflatten_dict({path: flat[*path, "weight"] for path in self.products})}
 
     def of(self, path: Any) -> dict[str, Any] | None:
-        """Paths, in the tree of weights, of the adapter for the weight at `path`; None if it has
-        none."""
+        """Paths, in the tree of weights, of the adapter for the weight at `path`; None if it has none."""
         names = tuple(str(key.key) for key in path)
         if names[0] != _BLOCKS or names[-1] != "weight" or names[1:-1] not in self.products:
             return None

@@ -238,8 +238,6 @@ def there(axes: Axes) -> Axes:
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which an array, a tracer, or an abstract value varies."""
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
-    if hasattr(aval, "vma"):  # JAX < 0.10
-        return aval.vma
     return aval.manual_axis_type.varying
 
 
