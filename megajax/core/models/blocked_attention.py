@@ -275,17 +275,22 @@ def _dropped(drop_NG: Dropout, query_T: Array, key_S: Array) -> Callable[[Array]
 def _in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
     """Apply `function` to arrays [N, …], with as many heads at a time as the backend allows."""
     num_heads, group, length = inputs[0].shape[:3]
-    at_once = num_heads
-    if backend.scores_bytes is not None:
-        rows = group * min(backend.block_of(length), length)
-        one_head = rows * length * jnp.dtype(at_least_fp32(inputs[0].dtype)).itemsize
-        fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and n * one_head <= backend.scores_bytes]
-        at_once = max(fits, default=1)
+    at_once = heads_at_once(num_heads, group, length, jnp.dtype(at_least_fp32(inputs[0].dtype)).itemsize, backend)
     if at_once == num_heads:
         return function(*inputs)
     divided = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), inputs)
     outputs = lax.map(lambda arguments: function(*arguments), divided)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+
+
+def heads_at_once(num_heads: int, group: int, length: int, item: int, backend: Backend) -> int:
+    """How many of the key heads are computed at a time, each for a group of query heads with so many queries; a score
+    has `item` bytes."""
+    if backend.scores_bytes is None:
+        return num_heads
+    one_head = group * min(backend.block_of(length), length) * length * item
+    fits = (n for n in range(1, num_heads + 1) if num_heads % n == 0 and n * one_head <= backend.scores_bytes)
+    return max(fits, default=1)
 
 
 def _heads_first(x_BTHK: Array, *group: int) -> Array:

@@ -311,9 +311,8 @@ class Experts:
     ] = 0
     expert_capacity: Annotated[
         float,
-        "capacity factor: an expert takes at most this many times the mean number of tokens of "
-        "each sequence, and the rest skip the layer; 0: no limit (dropless). Evaluation and "
-        "generation are always dropless",
+        "capacity factor: an expert takes at most this many times the mean number of tokens of each sequence, and the "
+        "rest skip the layer; 0: no limit (dropless). Evaluation and generation are always dropless",
         between(0, 10_000),
         NOTHING,
         _WITH_EXPERTS,

@@ -35,6 +35,11 @@ class Blocks:
     used: Array  # how many blocks have rows, a scalar; the others are left out. Rows of no group are zeros
     by_kernel: bool = field(metadata={"static": True})  # kernels multiply whatever they can
 
+    @property
+    def numbers(self) -> tuple[Array, Array]:
+        """The groups of all blocks, one turn after the other, and how many are used, int32."""
+        return self.group_MG.astype(jnp.int32).reshape(-1), self.used.astype(jnp.int32)
+
 
 def in_blocks(
     group_N: Array, groups: int, size: int, at_once: int = 1, *, by_kernel: bool = False
@@ -78,7 +83,8 @@ def grouped_weight_gradient(rows_RI: Array, grad_RO: Array, blocks: Blocks, grou
     if _by_kernel(rows_RI, blocks, *shape[1:]):
         from megajax.core.kernels import grouped
 
-        ends_E = _group_ends(blocks, groups)
+        group_M, used = blocks.numbers
+        ends_E = jnp.minimum(_places_in(group_M, groups), used)  # the block after each group's last one
         starts_E = jnp.concatenate([jnp.zeros_like(ends_E[:1]), ends_E[:-1]])
         return vary_as(grouped.weight_gradient(rows_RI, grad_RO, starts_E, ends_E, rows_RI.dtype), rows_RI)
 
@@ -107,15 +113,7 @@ def _by_kernel(rows_R: Array, blocks: Blocks, *widths: int) -> bool:
 def _kernel_product(rows: Array, weight: Array, blocks: Blocks, dtype: Any = None, *, turned: bool = False) -> Array:
     from megajax.core.kernels import grouped  # JAX 0.10 lacks what it imports
 
-    group_M, used = blocks.group_MG.astype(jnp.int32).reshape(-1), blocks.used.astype(jnp.int32)
-    return vary_as(grouped.grouped_product(rows, weight, group_M, used, dtype or rows.dtype, turned=turned), rows)
-
-
-def _group_ends(blocks: Blocks, groups: int) -> Array:
-    """The block after each group's last one, int32."""
-    group_M, used = blocks.group_MG.astype(jnp.int32).reshape(-1), blocks.used.astype(jnp.int32)
-    after_E = _places_in(group_M, groups)
-    return jnp.minimum(after_E, used)
+    return vary_as(grouped.grouped_product(rows, weight, *blocks.numbers, dtype or rows.dtype, turned=turned), rows)
 
 
 def _places_in(sorted_N: Array, count: int) -> Array:
@@ -155,10 +153,10 @@ def group_biased(y: Array, bias_EO: Array, blocks: Blocks | None = None) -> Arra
     gradients are in no sum."""
     if blocks is None:
         return y + bias_EO[:, None]
-    group_M = blocks.group_MG.astype(jnp.int32).reshape(-1)
+    group_M, used = blocks.numbers
     wide_EO = bias_EO.astype(at_least_fp32(y.dtype))  # so that its gradient is a sum of that dtype
     of_block_MO = jnp.take(wide_EO, group_M, axis=0, mode="clip", indices_are_sorted=True).astype(y.dtype)
-    used_M = jnp.arange(group_M.shape[0], dtype=jnp.int32) < blocks.used.astype(jnp.int32)
+    used_M = jnp.arange(group_M.shape[0], dtype=jnp.int32) < used
     of_block_MO = jnp.where(used_M[:, None], of_block_MO, jnp.zeros((), y.dtype))
     return (y.reshape(*of_block_MO.shape[:1], -1, y.shape[1]) + of_block_MO[:, None]).reshape(y.shape)
 
@@ -199,7 +197,7 @@ def multiplied_by_group(rows: Scaled, weight: Scaled, dtype: Any, blocks: Blocks
         return multiplied(rows, weight, dtype, batch=1)
     if _by_kernel(rows.values, blocks, *weight.values.shape[1:]):
         out_RO = _kernel_product(rows.values, weight.values, blocks, dtype, turned=True)
-        group_M = blocks.group_MG.astype(jnp.int32).reshape(-1)
+        group_M, _ = blocks.numbers
         of_block_MO = jnp.take(weight.scale, group_M, axis=0, mode="clip", indices_are_sorted=True)
         out_MNO = out_RO.reshape(len(group_M), -1, out_RO.shape[1]) * of_block_MO[:, None].astype(dtype)
         return out_MNO.reshape(out_RO.shape) * rows.scale[:, None].astype(dtype)

@@ -3,7 +3,7 @@
 Letters: B batch, T tokens, D model, E experts, K experts per token.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +27,7 @@ from megajax.core.trees import Tree
 LOAD = "expert_load"  # how many tokens of the step chose each expert of each layer, int32 [L, E]
 COUNTS = LOAD, "experts_dropped"  # the figures that are whole numbers
 
-_SCORES: Mapping[str, Callable[[Array], Array]] = {
-    "softmax": jax.nn.softmax,
-    "sigmoid": jax.nn.sigmoid,
-}  # over the last dim
+_SCORES = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}  # over the last dim
 
 
 class Routing(NamedTuple):

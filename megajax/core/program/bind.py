@@ -200,10 +200,10 @@ def _pipeline(
         given = jax.tree.map(lambda copy: copy.reshape(-1, *copy.shape[3:]), made)
         storage: Shards = Shards(copies.shardings(of_kind(of_layers, kind)))
         products: Products = staged.layers[kind]
-        function: LayerFunction = dataclasses.replace(model, kind=kind).layer
+        of_layer = dataclasses.replace(model, kind=kind)
+        function: LayerFunction = of_layer.layer
         if isinstance(loop_model, ModelInParts):
             forms = loop_model.forms | {"blocks": of_kind(loop_model.forms["blocks"], kind)}
-            of_layer = dataclasses.replace(model, kind=kind)
             products = dataclasses.replace(loop_model, model=of_layer, forms=forms, kind=kind)
             storage, function = ShardsInParts(storage.shardings, forms["blocks"], *size), products.layer
         function = rematerialized(function, POLICIES.get(config.train.remat), prevent_cse=unroll)

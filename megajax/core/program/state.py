@@ -12,7 +12,7 @@ neither mesh nor precision: layers `[L, …]`, and only main weights.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from operator import attrgetter
 from typing import Any
@@ -288,7 +288,8 @@ class StateLayout:
             return following(self.pipelined(self._begun(weights)))
 
         params, main, average, copies = self._jitted(begun, following(self.specs))(state, canonical)
-        optimizer = jax.tree.map(_first, copies, state.optimizer, is_leaf=lambda x: x is None)
+        first = partial(jax.tree.map, lambda new, old: old if new is None else new, is_leaf=lambda x: x is None)
+        optimizer = first(copies, state.optimizer)
         return dataclasses.replace(state, params=params, main=main, average=average, optimizer=optimizer)
 
     @cached_property
@@ -383,10 +384,6 @@ class StateLayout:
         if weight:
             leaf = weight.sharding_of(spec).padded(leaf)
         return leaf if dtype is None else leaf.astype(dtype)
-
-
-def _first(new: Array | None, old: Array) -> Array:
-    return old if new is None else new
 
 
 def _shards(way: str, weights: Tree) -> Shards:
