@@ -95,8 +95,3 @@ class Compilation:
         """Wait for the compiler, and return its result."""
         with phase("compiling the step"):
             return self._made.result()
-
-
-def compiled_step(config: Config, *, gpus: bool = False) -> CompiledStep:
-    """The result of a `Compilation`."""
-    return Compilation(config, gpus=gpus).result()

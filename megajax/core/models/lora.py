@@ -40,7 +40,9 @@ class Adapters:
     def __init__(self, lora: LoraConfig, config: ModelConfig, model: StagedModel):
         self._scale = lora.alpha / lora.rank
         wanted = lora.products(config)
-        names = {path: self._name_of(path, model.logical_specs) for path in model.products}
+        dims = flatten_dict(model.logical_specs[_BLOCKS])
+        # As in `LORA_TARGETS`.
+        names = {path: f"expert_{path[-2]}" if "experts" in dims[path] else path[-2] for path in model.products}
         self.products = tuple(sorted(path[:-1] for path, name in names.items() if name in wanted))
         shapes, specs = self.part(model.shapes), self.part(model.logical_specs)
         # Every product has an activation between tensor-parallel regions, or a latent, as its input or its output.
@@ -63,12 +65,6 @@ class Adapters:
 
         self.shapes = jax.tree.map(shapes_of, shapes, self.num_inner, specs)
         self.logical_specs = jax.tree.map(specs_of, specs, self.num_inner)
-
-    @staticmethod
-    def _name_of(path: tuple[str, ...], specs: Tree) -> str:
-        """The name, as in `LORA_TARGETS`, of the product whose weight is at this path in a layer."""
-        of_experts = "experts" in flatten_dict(specs[_BLOCKS])[path]
-        return f"expert_{path[-2]}" if of_experts else path[-2]
 
     def init(self, seed: int) -> Tree:
         """Fresh adapters in fp32: A as `peft` draws it, uniform up to 1 / sqrt(I) (Kaiming with slope sqrt(5)), B zero.
