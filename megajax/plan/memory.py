@@ -102,9 +102,8 @@ class MemoryModel:
     def memory(self, config: Config) -> Memory:
         """That of one of them."""
         step, pipeline, pipe = self._step.placed(config), config.pipeline, self._pipe
-        slots, factor_slots, activations = _buffers(
-            pipeline.schedule, pipe, step.microbatches, pipeline.chunks, pipeline.deferring()
-        )
+        shape = pipeline.schedule, pipe, step.microbatches, pipeline.chunks
+        slots, factor_slots, activations = _buffers(*shape, pipeline.deferring())
         layers = step.layers_of_chunk
         saved = step.activation_bytes if step.recomputes_stage else layers * self._residuals
         kept = max(1 + step.pairs_microbatches, slots) * saved

@@ -39,13 +39,9 @@ class TracingError(Exception):
     """A step cannot be traced; the message is that of JAX or an assertion, with the place in our code."""
 
     def __init__(self, error: Exception):
-        ours = [
-            frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents
-        ]
-        inside = [frame for frame in ours if Path(__file__).parent not in Path(frame.filename).parents]
-        at = [
-            f"{Path(each.filename).relative_to(_PACKAGE.parent)}:{each.lineno}, in {each.name}" for each in inside[-1:]
-        ]
+        frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
+        ours = [each for each in frames if _PACKAGE in each[0].parents and Path(__file__).parent not in each[0].parents]
+        at = [f"{path.relative_to(_PACKAGE.parent)}:{frame.lineno}, in {frame.name}" for path, frame in ours[-1:]]
         text = textwrap.shorten(str(error), 1000, placeholder=" …")
         super().__init__("; ".join([f"{type(error).__name__}: {text}", *at]))
 

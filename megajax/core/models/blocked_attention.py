@@ -247,9 +247,8 @@ def _changed(visible: AttentionMask, query_T: Array, key_S: Array, scores_NRS: A
     assert visible.head_BH is not None
     scores_NGTS = scores_NRS.reshape(*visible.head_BH.shape, len(query_T), -1)
     head_NG11 = visible.head_BH[:, :, None, None]
-    return visible.scored(scores_NGTS, query_T[None, None, :, None], key_S[None, None, None], head_NG11).reshape(
-        scores_NRS.shape
-    )
+    changed_NGTS = visible.scored(scores_NGTS, query_T[None, None, :, None], key_S[None, None, None], head_NG11)
+    return changed_NGTS.reshape(scores_NRS.shape)
 
 
 def _scaled(x_NTK: Array) -> Array:

@@ -73,9 +73,8 @@ class Router(nnx.Module):
             share_BTK = share_BTK / jnp.where(real_BT1, total_BT1, jnp.ones((), dtype))
         if config.share_scale != 1:
             share_BTK = share_BTK * jnp.asarray(config.share_scale, dtype)
-        count_BE = jnp.sum(
-            jax.nn.one_hot(chosen_BTK, config.num_experts, dtype=jnp.int32), axis=(1, 2), dtype=jnp.int32
-        )
+        is_chosen_BTKE = jax.nn.one_hot(chosen_BTK, config.num_experts, dtype=jnp.int32)
+        count_BE = jnp.sum(is_chosen_BTKE, axis=(1, 2), dtype=jnp.int32)
         balance_B = self._imbalance(share_BTE, count_BE, real_B)
         z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
         z_B = jnp.sum(jnp.where(real_BT1[..., 0], z_BT, jnp.zeros((), dtype)), axis=1) / real_B
