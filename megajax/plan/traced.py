@@ -99,11 +99,6 @@ def _coarse(backend: Backend) -> Backend:
     return replace(backend, expert_block=1, expert_kernel=False, expert_bytes=0)
 
 
-def _attention(config: Config) -> Any:
-    """The implementation that is traced; our own kernel sends and saves the same as blocks."""
-    return "blocks" if config.model.attention == "kernel" else config.model.attention
-
-
 def _one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = False) -> Config:
     """The smallest run with the same layers and ends, which many configurations have in common."""
     pipe = config.mesh.pipe if splits_vocabulary else 2
@@ -119,7 +114,8 @@ def _one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = False)
             num_layers=pipe + config.model.dense_layers,
             scan_layers="true",
             bf16_layers="0,0",
-            attention=_attention(config),
+            # Our own kernel sends and saves the same as blocks.
+            attention="blocks" if config.model.attention == "kernel" else config.model.attention,
         ),
         lora=config.lora,
         mesh=mesh,
