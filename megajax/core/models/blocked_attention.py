@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from megajax.core.backend import Backend
 from megajax.core.models.attention_mask import AttentionMask, Places
+from megajax.core.models.attention_setting import OWN, KeyExchange
 from megajax.core.models.sinks import sink_gradients, with_sinks
 from megajax.core.parallel.random import Dropout
 from megajax.core.precision import at_least_fp32
@@ -29,8 +30,7 @@ class Method(NamedTuple):
 
     forward: Callable  # (q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=, block=) -> heads_NGTK, two statistics_NGT1
     backward: Callable  # (q_NGTK, heads_NGTK, grad_NGTK, k_NSK, v_NSK, …, statistics, places=, block=) -> gradients
-    gathered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK  # keys or values of all tokens, of this device's
-    scattered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK  # its transpose
+    exchange: KeyExchange = OWN
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -54,7 +54,7 @@ def blocked_attention(
 def _forward(method: Method, backend: Backend, *inputs: Any) -> tuple[Array, tuple]:
     q_BTHK, k_BSHK, v_BSHK, places, limits, sink_H = inputs
     (batch, _, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
-    keys = (_heads_first(method.gathered(x)) for x in (k_BSHK, v_BSHK))
+    keys = (_heads_first(method.exchange.gathered(x)) for x in (k_BSHK, v_BSHK))
     of_heads = _heads_first(q_BTHK, heads // kv_heads), *keys, *_limits_of_heads(limits, batch, kv_heads)
     forward = partial(method.forward, places=places, block=_block(q_BTHK, places, backend))
     out_NGTK, highest_NGT1, total_NGT1 = _in_groups(forward, of_heads, backend)
@@ -71,11 +71,11 @@ def _backward(method: Method, backend: Backend, residuals: tuple, grad_BTHK: Arr
     q_BTHK, k_BSHK, v_BSHK, places, limits, sink_H, out_BTHK, statistics_NGT1 = residuals
     (batch, _, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     queries = [_heads_first(x, heads // kv_heads) for x in (q_BTHK, out_BTHK, grad_BTHK)]
-    keys = (_heads_first(method.gathered(x)) for x in (k_BSHK, v_BSHK))
+    keys = (_heads_first(method.exchange.gathered(x)) for x in (k_BSHK, v_BSHK))
     inputs = *queries, *keys, *_limits_of_heads(limits, batch, kv_heads), statistics_NGT1
     backward = partial(method.backward, places=places, block=_block(q_BTHK, places, backend))
     dq_NGTK, *dkeys = _in_groups(backward, inputs, backend)
-    dk_BSHK, dv_BSHK = (method.scattered(_heads_last(x, batch, kv_heads)) for x in dkeys)
+    dk_BSHK, dv_BSHK = (method.exchange.scattered(_heads_last(x, batch, kv_heads)) for x in dkeys)
     dsink_H = None
     if sink_H is not None:
         (_, out_NGTK, grad_NGTK), (highest_NGT1, total_NGT1) = queries, statistics_NGT1

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.core.models import fused_attention
 from megajax.core.models.attend import attend, attend_in_blocks, implementation, with_padded_values
 from megajax.core.models.attention_mask import AttentionMask, Pieces, Places
-from megajax.core.models.attention_setting import Setting
+from megajax.core.models.attention_setting import OWN, KeyExchange, Setting
 from megajax.core.models.blocked_attention import Method, attention_sums, backward_of_heads
 from megajax.core.models.config import ModelConfig
 from megajax.core.parallel.boundary import RegionBoundary
@@ -144,11 +144,11 @@ def _received(x: Array) -> Array:
 
 def _by_gathering(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) -> Array:
     """Keys and values may be those of all tokens already."""
-    exchange = (gathered, _scattered) if k_BTHK.shape[TOKENS] == q_BTHK.shape[TOKENS] else ()
+    exchange = KeyExchange(gathered, _scattered) if k_BTHK.shape[TOKENS] == q_BTHK.shape[TOKENS] else OWN
     if implementation(q_BTHK, v_BTHK, setting) == "kernel":
-        fused = partial(fused_attention.attend, exchange=fused_attention.KeyExchange(*exchange))
+        fused = partial(fused_attention.attend, exchange=exchange)
         return with_padded_values(fused, q_BTHK, k_BTHK, v_BTHK, setting)
-    method = Method(_forward_of_heads, _backward_of_heads, *exchange)
+    method = Method(_forward_of_heads, _backward_of_heads, exchange)
     return attend_in_blocks(method, q_BTHK, k_BTHK, v_BTHK, setting)
 
 
@@ -256,12 +256,9 @@ def _forward_of_heads(
         return [tile.with_queries(x, new) for x, new in zip(totals, merged, strict=True)]
 
     dtype = at_least_fp32(q_NGTK.dtype)
-    each = (
-        ((*q_NGTK.shape[:3], v_NSK.shape[-1]), 0),
-        ((*q_NGTK.shape[:3], 1), jnp.finfo(dtype).min),
-        ((*q_NGTK.shape[:3], 1), 0),
-    )
-    totals = [vary_as(jnp.full(shape, value, dtype), q_NGTK, k_NSK, places) for shape, value in each]
+    each = (v_NSK.shape[-1], 0), (1, jnp.finfo(dtype).min), (1, 0)
+    totals = [jnp.full((*q_NGTK.shape[:3], size), value, dtype) for size, value in each]
+    totals = vary_as(totals, q_NGTK, k_NSK, places)
     sum_, *statistics = _over_tiles(step, totals, visible, places, q_NGTK.shape[2] // 2, block)
     return (sum_ / statistics[1]).astype(q_NGTK.dtype), *statistics
 

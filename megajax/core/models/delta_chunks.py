@@ -82,7 +82,7 @@ class Chunks(NamedTuple):
     def of(cls, tokens: Tokens, chunk: int) -> "Chunks":
         """Those of tokens, a power of two in each chunk."""
         query, key, value, decay, write = tokens.prepared.in_parts(chunk)
-        up_to, behind = jnp.exp(_up_to(decay)), jnp.exp(_behind(decay))
+        up_to, behind = jnp.exp(jnp.cumsum(decay, -2)), jnp.exp(_behind(decay))
         inverse = unit_inverse(jnp.tril(write * decayed_products(key, key, decay), -1))
         read, within = query * up_to, decayed_products(query, key, decay)
         written, erased = inverse @ (write * value), inverse @ (write * key * up_to)
@@ -164,7 +164,7 @@ def decayed_products(x_C: Array, y_C: Array, decay_C: Array) -> Array:
         return jnp.sum(x_C * y_C, -1, keepdims=True)
     (x1, x2), (y1, y2), (g1, g2) = _halves(x_C), _halves(y_C), _halves(decay_C)
     # The later half sees the earlier one across the middle: both exponents are at most 0.
-    across = (x2 * jnp.exp(_up_to(g2))) @ (y1 * jnp.exp(_behind(g1))).mT
+    across = (x2 * jnp.exp(jnp.cumsum(g2, -2))) @ (y1 * jnp.exp(_behind(g1))).mT
     within = decayed_products(*(jnp.stack(pair, -3) for pair in ((x1, x2), (y1, y2), (g1, g2))))
     return _blocks(within, across)
 
@@ -179,11 +179,6 @@ def unit_inverse(lower_CC: Array) -> Array:
     inverse = unit_inverse(jnp.stack([lower_CC[..., :half, :half], lower_CC[..., half:, half:]], -3))
     first, second = inverse[..., 0, :, :], inverse[..., 1, :, :]
     return _blocks(inverse, -exactly(exactly(second, lower_CC[..., half:, :half]), first))
-
-
-def _up_to(decay_C: Array) -> Array:
-    """Sums of decays over a chunk's tokens up to each."""
-    return jnp.cumsum(decay_C, -2)
 
 
 def _behind(decay_C: Array) -> Array:

@@ -6,8 +6,7 @@ Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K 
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,23 +14,13 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.core.models.attention_mask import AttentionMask, Places
-from megajax.core.models.attention_setting import Setting
+from megajax.core.models.attention_setting import OWN, KeyExchange, Setting
 from megajax.core.models.sinks import sink_gradients, with_sinks
 from megajax.core.parallel.collectives import vary_as
 from megajax.core.parallel.random import Dropout
 from megajax.core.private import has_gpu_kernels
 
 HEAD_SIZES = (64, 96, 128, 192, 256)  # of 192 are DeepSeek's keys, whose values are padded (`attend.py`)
-
-
-class KeyExchange(NamedTuple):
-    """How a device gets the keys and values of all tokens, once for each pass."""
-
-    gathered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK
-    scattered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK  # its transpose
-
-
-OWN = KeyExchange()
 
 
 def can(q_BTHK: Array, setting: Setting) -> bool:

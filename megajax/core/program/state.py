@@ -131,11 +131,9 @@ class StateLayout:
             self.optimizer = ByLayer(self.own.transformation(config.optimizer), of_main, layered, shards)
             self.mixing = {None: self.optimizer.mixing, False: "the user says so", True: ""}[self.own.elementwise]
         self.canonical_shapes: TrainState = jax.eval_shape(self._begun, shapes)
-
-        def fresh() -> TrainState:
-            return self._begun(model.init(config.seed) | ({LORA: adapters.init(config.seed)} if adapters else {}))
-
-        self._fresh = fresh
+        self._fresh = lambda: self._begun(
+            model.init(config.seed) | ({LORA: adapters.init(config.seed)} if adapters else {})
+        )
 
     def _shard_of(self, weight: Weight) -> jax.ShapeDtypeStruct:
         """What a device has of a weight's main copy, layers [L, …]."""
