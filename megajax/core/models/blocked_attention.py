@@ -28,8 +28,8 @@ Limits = tuple[AttentionMask, Dropout]  # what a query sees of the keys, and dro
 class Method(NamedTuple):
     """How to compute attention of heads from a device's queries, keys and values."""
 
-    forward: Callable  # (q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=, block=) -> heads_NGTK, two statistics_NGT1
-    backward: Callable  # (q_NGTK, heads_NGTK, grad_NGTK, k_NSK, v_NSK, …, statistics, places=, block=) -> gradients
+    forward: Callable  # (q_NGTK, k_NSK, v_NSK, limits, places=, block=) -> heads_NGTK, two statistics_NGT1
+    backward: Callable  # (q_NGTK, heads_NGTK, grad_NGTK, k_NSK, v_NSK, limits, statistics, …) -> gradients
     exchange: KeyExchange = OWN
 
 
@@ -55,7 +55,7 @@ def _forward(method: Method, backend: Backend, *inputs: Any) -> tuple[Array, tup
     q_BTHK, k_BSHK, v_BSHK, places, limits, sink_H = inputs
     (batch, _, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     keys = (_heads_first(method.exchange.gathered(x)) for x in (k_BSHK, v_BSHK))
-    of_heads = _heads_first(q_BTHK, heads // kv_heads), *keys, *_limits_of_heads(limits, batch, kv_heads)
+    of_heads = _heads_first(q_BTHK, heads // kv_heads), *keys, _limits_of_heads(limits, batch, kv_heads)
     forward = partial(method.forward, places=places, block=_block(q_BTHK, places, backend))
     out_NGTK, highest_NGT1, total_NGT1 = _in_groups(forward, of_heads, backend)
     if sink_H is not None:
@@ -72,7 +72,7 @@ def _backward(method: Method, backend: Backend, residuals: tuple, grad_BTHK: Arr
     (batch, _, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     queries = [_heads_first(x, heads // kv_heads) for x in (q_BTHK, out_BTHK, grad_BTHK)]
     keys = (_heads_first(method.exchange.gathered(x)) for x in (k_BSHK, v_BSHK))
-    inputs = *queries, *keys, *_limits_of_heads(limits, batch, kv_heads), statistics_NGT1
+    inputs = *queries, *keys, _limits_of_heads(limits, batch, kv_heads), statistics_NGT1
     backward = partial(method.backward, places=places, block=_block(q_BTHK, places, backend))
     dq_NGTK, *dkeys = _in_groups(backward, inputs, backend)
     dk_BSHK, dv_BSHK = (method.exchange.scattered(_heads_last(x, batch, kv_heads)) for x in dkeys)
@@ -100,22 +100,17 @@ def _limits_of_heads(limits: Limits, batch: int, kv_heads: int) -> Limits:
     return visible.of_heads(batch, kv_heads), grouped
 
 
-def _forward_of_heads(
-    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Dropout, *, places: Places, block: int
-) -> tuple:
+def _forward_of_heads(q_NGTK: Array, k_NSK: Array, v_NSK: Array, limits: Limits, places: Places, block: int) -> tuple:
     """Attention; the highest score of every query; and the sum of exponentials of the scores relative to it."""
-    blocks = _blocks(q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=places, block=block)
+    blocks = _blocks(q_NGTK, k_NSK, v_NSK, limits, places, block)
     divided = (((sum_NRK / total_NR1).astype(q_NGTK.dtype), most, total_NR1) for sum_NRK, most, total_NR1 in blocks)
     return _together(divided, q_NGTK.shape[1])
 
 
-def attention_sums(
-    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Dropout, *, places: Places, block: int
-) -> tuple[Array, ...]:
+def attention_sums(q_NGTK: Array, k_NSK: Array, v_NSK: Array, limits: Limits, places: Places, block: int) -> tuple:
     """The sum of the values, weighted by exponentials of the scores relative to the highest one, in at least fp32; the
     highest score of every query; and the sum of the exponentials. A query may see none of the keys."""
-    blocks = _blocks(q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=places, block=block, some=True)
-    return _together(blocks, q_NGTK.shape[1])
+    return _together(_blocks(q_NGTK, k_NSK, v_NSK, limits, places, block, some=True), q_NGTK.shape[1])
 
 
 def _together(blocks: Iterable[tuple[Array, ...]], group: int) -> tuple[Array, ...]:
@@ -125,17 +120,10 @@ def _together(blocks: Iterable[tuple[Array, ...]], group: int) -> tuple[Array, .
 
 
 def _blocks(
-    q_NGTK: Array,
-    k_NSK: Array,
-    v_NSK: Array,
-    visible: AttentionMask,
-    drop_NG: Dropout,
-    *,
-    places: Places,
-    block: int,
-    some: bool = False,
+    q_NGTK: Array, k_NSK: Array, v_NSK: Array, limits: Limits, places: Places, block: int, some: bool = False
 ) -> Iterator[tuple[Array, Array, Array]]:
     """For every block of queries, the sum of the values, the highest score, and the sum of the exponentials."""
+    visible, drop_NG = limits
     for own, keys in places.blocks(visible, q_NGTK.shape[2], k_NSK.shape[1], block):
         at, scores_NRS, _ = _seen_scores(q_NGTK, k_NSK, places, visible, own, keys)
         highest_NR1 = jnp.max(scores_NRS, axis=-1, keepdims=True)
@@ -153,17 +141,15 @@ def backward_of_heads(
     grad_NGTK: Array,
     k_NSK: Array,
     v_NSK: Array,
-    visible: AttentionMask,
-    drop_NG: Dropout,
+    limits: Limits,
     statistics: Sequence[Array],
-    *,
     places: Places,
     block: int,
     dtype: Any = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values, in the dtype of the queries or in `dtype`; `statistics` are the two that
     the forward pass returned."""
-    (highest_NGT1, total_NGT1), result = statistics, dtype or q_NGTK.dtype
+    (visible, drop_NG), (highest_NGT1, total_NGT1), result = limits, statistics, dtype or q_NGTK.dtype
     dtype, group = at_least_fp32(q_NGTK.dtype), q_NGTK.shape[1]
     # The sum over keys of probability times its gradient, for every query.
     inner_NGT1 = jnp.sum(out_NGTK.astype(dtype) * grad_NGTK.astype(dtype), axis=-1, keepdims=True)

@@ -24,7 +24,7 @@ from megajax.core.models import fused_attention
 from megajax.core.models.attend import attend, attend_in_blocks, implementation, with_padded_values
 from megajax.core.models.attention_mask import AttentionMask, Pieces, Places
 from megajax.core.models.attention_setting import OWN, KeyExchange, Setting
-from megajax.core.models.blocked_attention import Method, attention_sums, backward_of_heads
+from megajax.core.models.blocked_attention import Limits, Method, attention_sums, backward_of_heads
 from megajax.core.models.config import ModelConfig
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import (
@@ -40,7 +40,6 @@ from megajax.core.parallel.collectives import (
     send_on,
     vary_as,
 )
-from megajax.core.parallel.random import Dropout
 from megajax.core.parallel.tokens import TOKENS, ContextWay
 from megajax.core.precision import OPERAND_DTYPE, at_least_fp32
 
@@ -179,7 +178,7 @@ class _Tile:
     key: Array  # position of the first key
     num_queries: int
     num_keys: int
-    visible: AttentionMask  # for all queries of this device
+    limits: Limits  # for all queries of this device
     ahead: int | None = None  # see `Places`
 
     def queries(self, x_NGTK: Array) -> Array:
@@ -199,11 +198,12 @@ class _Tile:
         return lax.dynamic_update_slice_in_dim(x_NSK, new, self.key, 1)
 
     @property
-    def limits(self) -> dict[str, Any]:
+    def seen(self) -> dict[str, Any]:
         """What these queries see of these keys, and the positions of both."""
+        visible, drop_NG = self.limits
         own = partial(lax.dynamic_slice_in_dim, start_index=self.first, slice_size=self.num_queries, axis=1)
         places = Places(Pieces(self.query[None]), Pieces(self.key[None]), self.ahead)
-        return {"visible": self.visible.of_queries(own), "places": places}
+        return {"limits": (visible.of_queries(own), drop_NG), "places": places}
 
 
 def tile_queries(piece: int, block: int) -> int:
@@ -213,11 +213,11 @@ def tile_queries(piece: int, block: int) -> int:
 
 
 def _over_tiles(
-    step: Callable[[Any, _Tile], Any], totals: Any, visible: AttentionMask, places: Places, piece: int, block: int
+    step: Callable[[Any, _Tile], Any], totals: Any, limits: Limits, places: Places, piece: int, block: int
 ) -> Any:
     """`step(totals, tile)` for all keys that this device's queries see, tile by tile, so that only one tile's scores
     exist at a time. Every device has equally many tiles of the same sizes."""
-    start_P, count = places.queries.start_P, axis_size(CONTEXT)
+    start_P, count, (visible, drop_NG) = places.queries.start_P, axis_size(CONTEXT), limits
     assert start_P is not None
 
     def scan(totals: Any, starts: tuple[Array, Array, Array], **others: Any) -> Any:
@@ -231,7 +231,7 @@ def _over_tiles(
         # First each piece with itself, then with all keys before it. The device's c-th piece from the front has c
         # pieces before it; its c-th piece from the back has the remaining ones of 2 C - 1.
         first = jnp.arange(0, 2 * piece, piece, dtype=jnp.int32)
-        totals = scan(totals, (first, start_P, start_P), num_queries=piece, visible=visible, ahead=0)
+        totals = scan(totals, (first, start_P, start_P), num_queries=piece, limits=limits, ahead=0)
         turn = jnp.arange(2 * count - 1, dtype=jnp.int32)
         own = (turn >= axis_index(CONTEXT)).astype(jnp.int32)
         key = turn - own * axis_index(CONTEXT)
@@ -241,17 +241,15 @@ def _over_tiles(
     within = jnp.tile(jnp.arange(0, piece, size, dtype=jnp.int32), len(own))
     own, key = (jnp.repeat(x, piece // size) for x in (own, key))
     starts = piece * own + within, start_P[own] + within, piece * key
-    return scan(totals, starts, num_queries=size, visible=dataclasses.replace(visible, causal=False))
+    whole = dataclasses.replace(visible, causal=False)
+    return scan(totals, starts, num_queries=size, limits=(whole, drop_NG))
 
 
-def _forward_of_heads(
-    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Dropout, *, places: Places, block: int
-) -> tuple:
+def _forward_of_heads(q_NGTK: Array, k_NSK: Array, v_NSK: Array, limits: Limits, places: Places, block: int) -> tuple:
     """Like `_forward_of_heads` in `blocked_attention.py`, for this device's two pieces of queries and all keys."""
-    sums: Any = partial(attention_sums, drop_NG=drop_NG, block=block)
 
     def step(totals: list[Array], tile: _Tile) -> list[Array]:
-        found = sums(tile.queries(q_NGTK), *map(tile.keys, (k_NSK, v_NSK)), **tile.limits)
+        found = attention_sums(tile.queries(q_NGTK), tile.keys(k_NSK), tile.keys(v_NSK), block=block, **tile.seen)
         merged = _merged([tile.queries(x) for x in totals], found)
         return [tile.with_queries(x, new) for x, new in zip(totals, merged, strict=True)]
 
@@ -259,7 +257,7 @@ def _forward_of_heads(
     each = (v_NSK.shape[-1], 0), (1, jnp.finfo(dtype).min), (1, 0)
     totals = [jnp.full((*q_NGTK.shape[:3], size), value, dtype) for size, value in each]
     totals = vary_as(totals, q_NGTK, k_NSK, places)
-    sum_, *statistics = _over_tiles(step, totals, visible, places, q_NGTK.shape[2] // 2, block)
+    sum_, *statistics = _over_tiles(step, totals, limits, places, q_NGTK.shape[2] // 2, block)
     return (sum_ / statistics[1]).astype(q_NGTK.dtype), *statistics
 
 
@@ -273,17 +271,17 @@ def _merged(one: Sequence[Array], other: Sequence[Array]) -> tuple[Array, ...]:
 
 def _backward_of_heads(*inputs: Any, places: Places, block: int) -> tuple[Array, ...]:
     """Like `backward_of_heads`, for this device's two pieces of queries and all keys."""
-    *of_queries, k_NSK, v_NSK, visible, drop_NG, statistics = inputs
+    *of_queries, k_NSK, v_NSK, limits, statistics = inputs
     q_NGTK, dtype = of_queries[0], at_least_fp32(of_queries[0].dtype)
-    pull: Any = partial(backward_of_heads, drop_NG=drop_NG, block=block, dtype=dtype)
+    pull: Any = partial(backward_of_heads, block=block, dtype=dtype)
 
     def step(totals: list[Array], tile: _Tile) -> list[Array]:
         own = (tile.queries(x) for x in of_queries)
         own_statistics = [tile.queries(x) for x in statistics]
-        dq, *dkeys = pull(*own, *map(tile.keys, (k_NSK, v_NSK)), statistics=own_statistics, **tile.limits)
+        dq, *dkeys = pull(*own, *map(tile.keys, (k_NSK, v_NSK)), statistics=own_statistics, **tile.seen)
         added = [tile.with_keys(x, tile.keys(x) + new) for x, new in zip(totals[1:], dkeys, strict=True)]
         return [tile.with_queries(totals[0], tile.queries(totals[0]) + dq), *added]
 
     totals = [vary_as(jnp.zeros(x.shape, dtype), *of_queries, k_NSK, places) for x in (q_NGTK, k_NSK, v_NSK)]
-    grads = _over_tiles(step, totals, visible, places, q_NGTK.shape[2] // 2, block)
+    grads = _over_tiles(step, totals, limits, places, q_NGTK.shape[2] // 2, block)
     return tuple(grad.astype(q_NGTK.dtype) for grad in grads)
