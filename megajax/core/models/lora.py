@@ -92,16 +92,14 @@ class Adapters:
         flat = flatten_dict(tree[_BLOCKS])
         return {_BLOCKS: unflatten_dict({path: flat[*path, "weight"] for path in self.products})}
 
-    def of(self, path: Any) -> dict[str, Any] | None:
-        """Paths, in the tree of weights, of the adapter for the weight at `path`; None if it has none."""
+    def of(self, path: Any) -> tuple[dict[str, Any], int] | None:
+        """Paths, in the tree of weights, of the adapter for the weight at `path`, and the number of input dims of its
+        product; None if it has none."""
         names = tuple(str(key.key) for key in path)
         if names[0] != _BLOCKS or names[-1] != "weight" or names[1:-1] not in self.products:
             return None
-        return {name: tuple(map(jax.tree_util.DictKey, (LORA, *names[:-1], name))) for name in "ab"}
-
-    def inner_of(self, path: Any) -> int:
-        """Number of input dims of the product whose weight is at `path`."""
-        return flatten_dict(self.num_inner)[tuple(key.key for key in path[:-1])]
+        pair = {name: tuple(map(jax.tree_util.DictKey, (LORA, *names[:-1], name))) for name in "ab"}
+        return pair, flatten_dict(self.num_inner)[names[:-1]]
 
     def put(self, tree: Tree, part: Tree) -> Tree:
         """A tree with the structure of the weights, with the entries of adapted products replaced by `part`."""
