@@ -71,8 +71,8 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     frozen = fewer_layers(config.train.freeze, config.model.num_layers, layers)
     train = dataclasses.replace(config.train, microbatch=microbatch, global_batch=rows, freeze=frozen)
     first = mesh.row_shards * microbatch  # a batch that grows begins with one microbatch, and is whole in the next step
-    growth = (first, rows - first, first) if config.train.ramp_start and first < rows else (0, 0, 0)
-    start, increment, samples = growth
+    grows = config.train.ramp_start and first < rows
+    start, increment, samples = (first, rows - first, first) if grows else (0, 0, 0)
     train = dataclasses.replace(train, ramp_start=start, ramp_increment=increment, ramp_samples=samples)
     cooldown, ranks = 8 if config.optimizer.schedule == "wsd" else 0, mesh.on_devices["data"]
     optimizer = dataclasses.replace(

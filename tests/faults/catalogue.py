@@ -713,7 +713,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("value of layer 1, backward", ON_CONTEXT),
         ),
         "keys of the device before are a token further on": (
-            "core.models.attention_mask.Places.with_keys_before",
+            "core.models.context_attention._by_window",
             ("start_P - before", "start_P - before + 1"),
             named("attention_heads of layer 0, forward", {"mesh": (1, 1, 2, 1), "sliding_window": 3}),
         ),

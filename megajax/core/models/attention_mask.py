@@ -177,11 +177,6 @@ class Places:
     # How far queries are ahead of keys, if that is known although `start_P` are not.
     ahead: int | None = field(default=None, metadata={"static": True})
 
-    @classmethod
-    def with_keys_before(cls, start_P: Array, before: int) -> "Places":
-        """Queries that start at `start_P`; their keys start `before` tokens earlier."""
-        return cls(Pieces(start_P), Pieces(start_P - before), before)
-
     def key_range(self, visible: AttentionMask, start: int, end: int, num_keys: int) -> slice:
         """The keys that the queries `start` to `end` may see, whatever the sample; all of them if positions are not
         known while tracing."""

@@ -132,7 +132,8 @@ def _by_window(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting, to
         last = lax.slice_in_dim(x, x.shape[1] - before, None, axis=1)
         return jnp.concatenate([_received(send_on(last, together=together)), x], axis=1)
 
-    setting = setting._replace(visible=visible, places=Places.with_keys_before(start_P, before))
+    places = Places(Pieces(start_P), Pieces(start_P - before), ahead=before)
+    setting = setting._replace(visible=visible, places=places)
     return attend(q_BTHK, with_those_before(k_BTHK), with_those_before(v_BTHK), setting)
 
 
