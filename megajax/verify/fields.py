@@ -175,7 +175,7 @@ def _averaged(drawn: Drawn, after: TrainState, skipped: bool) -> Values:
     """The moving average after a step, given the canonical state, by its definition; empty if there is none."""
     layout, old = drawn.program.layout, drawn.canonical.average
     if old is None or skipped:
-        return {} if old is None else named_leaves(old)
+        return named_leaves(old)
     share = numbers.constant(1.0 - drawn.program.config.train.ema, layout.main_dtype)
 
     def moved(old: Value, new: Value) -> Value:

@@ -180,11 +180,9 @@ class Places:
     def key_range(self, visible: AttentionMask, start: int, end: int, num_keys: int) -> slice:
         """The keys that the queries `start` to `end` may see, whatever the sample; all of them if positions are not
         known while tracing."""
-        ahead = self.ahead
-        if ahead is None:
-            if self.queries.start_P is not None or self.keys.start_P is not None:
-                return slice(0, num_keys)
-            ahead = 0
+        if self.ahead is None and (self.queries.start_P is not None or self.keys.start_P is not None):
+            return slice(0, num_keys)
+        ahead = self.ahead or 0
         first, last = visible.key_range(start + ahead, end + ahead, num_keys)
         return slice(min(first, num_keys), min(last, num_keys))
 
