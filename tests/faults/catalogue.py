@@ -648,7 +648,10 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "gradients of keys are summed twice": (  # Megatron-LM #1464
             "core.models.context_attention._scattered",
-            ("by_device.reshape(x_BSHK.shape)", "vary(lax.psum(by_device.reshape(x_BSHK.shape), CONTEXT), [CONTEXT])"),
+            (
+                "by_device.reshape(x_BSHK.shape)",
+                "vary_as(lax.psum(by_device.reshape(x_BSHK.shape), CONTEXT), by_device)",
+            ),
             named("value of layer 1, backward", ON_CONTEXT),
         ),
         "documents are those of the first device": (  # TransformerEngine #1930
