@@ -54,11 +54,7 @@ class Program:
     """
 
     def __init__(
-        self,
-        config: StepConfig,
-        mesh: Mesh,
-        backend: Backend | None = None,
-        operand_dtype: DTypeLike | None = None,
+        self, config: StepConfig, mesh: Mesh, backend: Backend | None = None, operand_dtype: DTypeLike | None = None
     ):
         self.config, self.mesh = config, mesh
         self.operand_dtype = operand_dtype or OPERAND_DTYPE.get(config.precision)
