@@ -122,10 +122,10 @@ def compiled(case: str, *, gpus: bool, scanned: bool) -> dict:
     config = configuration(case, scanned=scanned)
     imagine_devices(config)
     from megajax.core.backend import CPU, GPU
-    from megajax.plan.compiled import compiled_step
+    from megajax.plan.compiled import Compilation
     from megajax.plan.memory import memory as predicted
 
-    found, said = compiled_step(config, gpus=gpus), predicted(config, GPU if gpus else CPU)
+    found, said = Compilation(config, gpus=gpus).result(), predicted(config, GPU if gpus else CPU)
     return {
         "measured": found.temporaries, "predicted": said.of_step, "state": found.state, "state_predicted": said.state,
         "parts": dataclasses.asdict(said), "seconds": found.seconds, "compiler": found.compiler,

@@ -10,11 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import tiny_config
 
-from megajax.core.backend import BLOCKS, GPU
+from megajax.core.backend import BLOCKS, CPU, GPU
 from megajax.core.mesh import make_mesh
 from megajax.core.models.attend import IMPLEMENTATIONS, attend
 from megajax.core.models.attention_mask import CAUSAL, AttentionMask
 from megajax.core.models.attention_setting import Setting
+from megajax.core.models.mlp import activated
 from megajax.core.parallel.random import Dropout
 from megajax.core.program.program import Program
 from megajax.runs.forms import backend_without_wrong_forms
@@ -82,6 +83,19 @@ def test_small_integers_are_exact(gpu):
     """What `--train.selftest` computes, in every precision."""
     for precision in ("fp32", "bf16", "fp16", "fp8"):
         assert selftest(Program.on(tiny_config(precision=precision), [gpu])) == ""
+
+
+def test_gelu_in_a_product_is_that_of_fp32(gpu):
+    """In bf16, of inputs whose products are exact: rounded after every operation, GeLU of -3 would be 0."""
+    x_NK, bias_M = jnp.linspace(-6, 6, 2**14, dtype=jnp.bfloat16)[:, None], jnp.zeros(256, jnp.bfloat16)
+    model, weight_KM = tiny_config().model, jnp.ones((1, 256), jnp.bfloat16)
+    factors = jnp.pad(x_NK, ((0, 0), (0, 63))), jnp.pad(weight_KM, ((0, 63), (0, 0))), bias_M
+    joined = jax.jit(
+        lambda x, w, b: activated([x @ w + b], model, GPU, in_product=True), compiler_options=dict(GPU.always)
+    )
+    found = np.asarray(joined(*jax.device_put(factors, gpu)))
+    expected = np.asarray(activated([x_NK.astype(jnp.float32)], model, CPU))
+    np.testing.assert_allclose(found.astype(np.float32), np.broadcast_to(expected, found.shape), rtol=2**-7, atol=2e-3)
 
 
 SEEN = {

@@ -25,16 +25,17 @@ class Backend:
     # Compiler options to be zero with `--pipeline.paired-microbatches`: XLA would combine the last collective of one
     # microbatch with the first of the next, which then wait for each other.
     apart: tuple[str, ...] = ()
-    # And always: XLA would merge two of the products of queries, keys and values, whose biases it then adds in a pass.
-    unmerged: tuple[str, ...] = ()
-    # And to be true with unrolled layers: XLA fails on norms of recomputed scans and stages (JAX 0.11.2, 0.12.0.1).
+    # Always: XLA would merge two of the products of queries, keys and values, whose biases it then adds in a pass; and
+    # to Triton's products it joins no GeLU.
+    always: tuple[tuple[str, int | bool], ...] = ()
+    # To be true with unrolled layers: XLA fails on norms of recomputed scans and stages (JAX 0.11.2, 0.12.0.1).
     unrolled: tuple[str, ...] = ()
     # With `--bitwise`: no fused multiply-adds, no half precision that is not rounded, no sums in another order.
     same_bits: tuple[tuple[str, bool | str], ...] = (("xla_allow_excess_precision", False),)
-    gelu_of_gpus: bool = False  # (`models/mlp.py`): fewer instructions on GPUs, more time on CPUs
-    # Gradients of biases are sums of bf16 widened by its bits, not by a conversion: what is rounded to bf16 for others,
-    # too, XLA for GPUs would write in fp32 for the sum, without rounding.
-    sums_by_bits: bool = False
+    # Activations (`models/mlp.py`) and gradients of biases in forms of which XLA for GPUs makes fewer kernels, and that
+    # take CPUs more time. Sums widen bf16 by its bits: what is rounded for others, too, XLA would write in fp32 for a
+    # conversion.
+    forms_of_gpus: bool = False
     expert_block: int = 128  # dropless experts multiply blocks of so many rows (`models/grouped.py`),
     expert_kernel: bool = False  # by our own kernels what these can; else in a loop,
     expert_bytes: int = 0  # as many at once as have weights of this size; 0: one
@@ -94,10 +95,9 @@ GPU = Backend(
     scores_bytes=None,
     transposed_copies=False,
     overlapped_sums=2**26,  # an H200 reduces their 2^28 bytes in 0.7 ms
-    unmerged=("xla_gpu_dot_merger_threshold_mb",),
+    always=(("xla_gpu_dot_merger_threshold_mb", 0), ("xla_gpu_enable_triton_gemm", False)),
     apart=("xla_gpu_reduce_scatter_combine_threshold_bytes", "xla_gpu_all_gather_combine_threshold_bytes"),
-    gelu_of_gpus=True,
-    sums_by_bits=True,
+    forms_of_gpus=True,
     unrolled=("xla_gpu_enable_cudnn_layer_norm",),  # an H200 takes 1.5% less time for a step of gpt2-1.2b
     expert_bytes=2**28,  # a turn of a loop costs an H200 27 us: one block in each made a step ten times as long
 )

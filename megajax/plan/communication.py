@@ -277,15 +277,9 @@ class _Step(Sizes):
         """Reduce gradients and losses to global sums; the global gradient norm; ZeRO-1's updated weights."""
         per_step = [weight for weight in self.held.trained if weight.per_step != NOT_SHARDED]
         for weight in per_step:
+            name = f"gradients: {self._head_note(weight)}over data"
             for padded, times in self._sums(weight, (*self.digits, *weight.padded)):
-                yield one(
-                    f"gradients: {self._head_note(weight)}over data",
-                    SCATTER,
-                    weight.per_step.axes,
-                    padded,
-                    self._sum_item,
-                    times,
-                )
+                yield one(name, SCATTER, weight.per_step.axes, padded, self._sum_item, times)
         for weight in self.held.trained:
             missing, whole = self._varying(weight) - _axes_of(weight), (*self.digits, *weight.layer_shape(weight.owned))
             apart = missing & {PIPE} if self.overlaps_reductions and self._head_note(weight) else set()

@@ -22,10 +22,7 @@ from megajax.host.phases import phase
 from megajax.plan import h200
 from megajax.settings.config import Config
 
-_AS_ON_GPUS = {
-    "xla_backend_optimization_level": 0,
-    "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
-}
+_AS_ON_GPUS = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
 @dataclass(frozen=True)
@@ -98,8 +95,3 @@ class Compilation:
         """Wait for the compiler, and return its result."""
         with phase("compiling the step"):
             return self._made.result()
-
-
-def compiled_step(config: Config, *, gpus: bool = False) -> CompiledStep:
-    """The result of a `Compilation`."""
-    return Compilation(config, gpus=gpus).result()

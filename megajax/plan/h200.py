@@ -34,9 +34,8 @@ device_description_str: "NVIDIA H200"
 def compiles_for(gpu: str) -> bool:
     """Whether a step can be compiled for this GPU here: JAX's CUDA packages are installed, and it is an H200, or an
     H100, which is the same chip with less memory."""
-    return gpu in ("h100", "h200") and any(
-        importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)
-    )
+    plugins = (importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    return gpu in ("h100", "h200") and any(plugins)
 
 
 def attention() -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ from math import prod
 
 from megajax.core.backend import BLOCKS, CPU, GPU, Backend
 from megajax.core.config import MeshConfig
+from megajax.core.models.blocked_attention import heads_at_once
 from megajax.core.models.freeze import PREDICTION
 from megajax.core.models.grouped import kernels_can
 from megajax.core.optim.own import own_optimizer
@@ -101,24 +102,20 @@ class MemoryModel:
     def memory(self, config: Config) -> Memory:
         """That of one of them."""
         step, pipeline, pipe = self._step.placed(config), config.pipeline, self._pipe
-        slots, factor_slots, activations = _buffers(
-            pipeline.schedule, pipe, step.microbatches, pipeline.chunks, pipeline.deferring()
-        )
+        shape = pipeline.schedule, pipe, step.microbatches, pipeline.chunks
+        slots, factor_slots, activations = _buffers(*shape, pipeline.deferring())
         layers = step.layers_of_chunk
         saved = step.activation_bytes if step.recomputes_stage else layers * self._residuals
         kept = max(1 + step.pairs_microbatches, slots) * saved
         factors, held = factor_slots * layers * self._factors, _held_bytes(step, step.held)
+        held["moments"] += optimizer_bytes(step)[1]
+        held["gradients"] += self._losses
         copies, copies_of_step = (layers * pipeline.chunks * each for each in (self._copies, self._copies_of_step))
         needed = Memory(
-            weights=held["weights"],
-            main_weights=held["main_weights"],
-            moments=held["moments"] + optimizer_bytes(step)[1],
-            average=held["average"],
+            **held,
             batch=self._batch,
             frozen_copies=copies - copies_of_step,
             copies=copies_of_step,
-            gathered=held["gathered"],
-            gradients=held["gradients"] + self._losses,
             kept=kept,
             factors=factors,
             p2p_transfers=activations * step.activation_bytes,
@@ -341,9 +338,5 @@ class Temporaries:
         if self.cost.layer.fused or (self.backend.fused_attention and step.config.model.attention == "kernel"):
             return 0
         group, heads = step.attention_heads // step.attention_kv_heads, step.rows * step.attention_kv_heads
-        if self.backend.scores_bytes is not None:
-            queries = step.queries
-            of_block = group * min(self.backend.block_of(queries), queries) * queries * step.wide
-            fit = (count for count in range(1, heads + 1) if heads % count == 0)
-            heads = max((count for count in fit if count * of_block <= self.backend.scores_bytes), default=1)
+        heads = heads_at_once(heads, group, step.queries, step.wide, self.backend)
         return 3 * heads * group * step.scores_of_head(self.backend)[1] * step.wide

@@ -3,16 +3,15 @@ needs and the time of its step, with its parts and its flags, and can be filtere
 data."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from html import escape
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megajax.core.options import options
 from megajax.plan.machines import Machine
-from megajax.plan.search import VARIED, Candidate, Found, schedule_in_words
+from megajax.plan.search import VARIED, Candidate, Found, changed_flags, schedule_in_words
 from megajax.settings.config import Config
 from megajax.settings.option_errors import as_flag
 
@@ -50,7 +49,7 @@ def page_data(searches: Searches, preset: str, original: Config) -> dict[str, An
     gpus = _coded(name for name, _ in named)
     return {
         "usable": [round(machine.usable / 2**20) for machine, _ in sorted(searches, key=lambda pair: pair[0].name)],
-        "command": ["megajax train", preset, *_fixed(first, original)],
+        "command": ["megajax train", preset, *changed_flags(first, original, but=VARIED)],
         "tokens": first.train.global_batch * first.model.sequence_length,
         "devices": first.mesh.num_devices,
         "gpu": {"name": "GPU", "flags": [""] * len(searches)} | gpus,  # in the order of their names
@@ -79,27 +78,14 @@ def _shown(result: Found, most: int) -> list[Candidate]:
     return [*some, *(point for point in result.frontier if id(point) not in here)]
 
 
-def _fixed(config: Config, original: Config) -> list[str]:
-    """The flags of what the search does not vary."""
-    of = {key: attrgetter(key) for key in options(Config) if key not in VARIED}
-    return [as_flag(key, get(config)) for key, get in of.items() if get(config) != get(original)]
-
-
 def _column(key: str, shown: list[Candidate], original: Config) -> dict[str, Any]:
-    get = _getter(key)
-    coded = _coded(map(get, shown))
-    usual = attrgetter(key)(original)
+    get = attrgetter(key)
+    coded = _coded(get(point if key.startswith("pipeline.") else point.base) for point in shown)
+    usual = get(original)
     return coded | {
         "name": key.removeprefix("mesh."),
         "flags": ["" if value == usual else as_flag(key, value) for value in coded["values"]],
     }
-
-
-def _getter(key: str) -> Callable[[Candidate], Any]:
-    if key.startswith("pipeline."):
-        return attrgetter(key)
-    of = attrgetter(key)
-    return lambda each: of(each.base)
 
 
 def _coded(values: Iterable[Any]) -> dict[str, Any]:

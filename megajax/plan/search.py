@@ -5,10 +5,10 @@ step's time (`plan/time.py`) and memory (`plan/memory.py`).
 import itertools
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -188,7 +188,7 @@ def _tried(
     with watch(f"searching {several} of {devices} {machine.name.upper()}s", len(meshes)) as tell:
         for number, base in enumerate(_until_stopped(iter(meshes))):
             tell(number)
-            costs, models, ample = _Costs(backend), _Models(machine), _Ample()
+            known, ample = _OnMesh(machine, backend), _Ample()
             if _has_faster_way(base, fixed, machine):
                 continue
             too_large = set()  # a larger microbatch needs more memory
@@ -200,16 +200,15 @@ def _tried(
                 pipelines = [one for one in possible if not ample.has(variant, one)]
                 if not pipelines:
                     continue
-                cost = costs.cost(variant)
-                if variant.train.remat == "none" and "train.remat" not in fixed and _selects_free(variant, costs):
+                if variant.train.remat == "none" and "train.remat" not in fixed and _selects_free(variant, known):
                     continue  # the selective one saves less and takes as long
-                if variant.mesh.replica > 1 and "optimizer.zero_ranks" not in fixed and not models.gains(variant, cost):
+                if variant.mesh.replica > 1 and "optimizer.zero_ranks" not in fixed and not known.gains(variant):
                     continue
-                model = cache(partial(models.model, variant, cost))
+                model = partial(known.model, variant)
                 if fastest < math.inf and model().least > _SLOWEST * fastest:
                     too_slow.add(_BUT_SAVING(variant))
                     continue
-                needs = MemoryModel(variant, backend, cost)
+                needs = MemoryModel(variant, backend, known.cost(variant))
                 sizes = list(_sizes(variant, pipelines, layers, model, needs, machine.usable))
                 tried += len(sizes)
                 least = min(sizes, key=itemgetter(0), default=None)
@@ -247,42 +246,32 @@ class _Ample:
         return *_BUT_SAVING(config), pipeline.schedule, pipeline.chunks, scan
 
 
-class _Costs:
-    """The traced costs of configurations on one mesh, each once."""
+class _OnMesh:
+    """What is computed once for configurations on one mesh: traced costs, and models of times, one for all that take
+    equally long but for the pipeline."""
 
-    def __init__(self, backend: Backend):
-        self._backend, self._found = backend, dict[Any, StepCost]()
+    def __init__(self, machine: Machine, backend: Backend):
+        self._machine, self._backend, self._shared = machine, backend, Shared()
 
     def cost(self, config: Config) -> StepCost:
-        like = config.train.remat, config.sequence_parallel, config.splits_vocabulary
-        if like not in self._found:
-            self._found[like] = step_cost(config, self._backend, scaled=True)
-        return self._found[like]
+        like = "cost", config.train.remat, config.sequence_parallel, config.splits_vocabulary
+        return self._shared.once(like, lambda: step_cost(config, self._backend, scaled=True))
 
+    def model(self, config: Config) -> StepModel:
+        like = "model", config.train.microbatch, *_BUT_MICROBATCH(config)
+        return self._shared.once(like, lambda: StepModel(config, self._machine, self.cost(config), self._shared))
 
-class _Models:
-    """The models of the times of configurations on one mesh, one for all that take equally long but for the
-    pipeline."""
-
-    def __init__(self, machine: Machine):
-        self._machine, self._shared, self._found = machine, Shared(), dict[Any, StepModel]()
-        self._gains: dict[int, bool] = {}
-
-    def model(self, config: Config, cost: StepCost) -> StepModel:
-        like = config.train.microbatch, *_BUT_MICROBATCH(config)
-        if like not in self._found:
-            self._found[like] = StepModel(config, self._machine, cost, self._shared)
-        return self._found[like]
-
-    def gains(self, config: Config, cost: StepCost) -> bool:
+    def gains(self, config: Config) -> bool:
         """Whether a step is faster if ZeRO shards over fewer ranks, which takes more memory; decided once for a stage
         of ZeRO."""
-        if (zero := config.optimizer.zero) not in self._gains:
+
+        def faster() -> bool:
             over_all = replace(config, optimizer=replace(config.optimizer, zero_ranks=0))
             plain = replace(config.pipeline, schedule="1f1b", chunks=1)
-            fewer, more = (self.model(each, cost).time(plain, exact=False).seconds for each in (config, over_all))
-            self._gains[zero] = fewer < more
-        return self._gains[zero]
+            fewer, more = (self.model(each).time(plain, exact=False).seconds for each in (config, over_all))
+            return fewer < more
+
+        return self._shared.once(("gains", config.optimizer.zero), faster)
 
 
 def _has_faster_way(base: Config, fixed: frozenset[str], machine: Machine) -> bool:
@@ -305,9 +294,13 @@ def _until_stopped(configs: Iterator[Config]) -> Iterator[Config]:
 
 def command(preset: str, config: Config, original: Config) -> str:
     """The command line that trains `config`; `original` is the preset's configuration."""
-    values = {key: attrgetter(key) for key in options(Config)}
-    changed = (as_flag(key, of(config)) for key, of in values.items() if of(config) != of(original))
-    return " ".join(["megajax train", shlex.quote(preset), *changed])
+    return " ".join(["megajax train", shlex.quote(preset), *changed_flags(config, original)])
+
+
+def changed_flags(config: Config, original: Config, but: Collection[str] = ()) -> list[str]:
+    """The flags of options that are not as in the `original`, but some."""
+    of = {key: attrgetter(key) for key in options(Config) if key not in but}
+    return [as_flag(key, get(config)) for key, get in of.items() if get(config) != get(original)]
 
 
 def schedule_in_words(pipeline: PipelineConfig) -> str:
@@ -338,9 +331,9 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
     return sorted(chosen, key=_speed)[:count]
 
 
-def _selects_free(config: Config, costs: "_Costs") -> bool:
+def _selects_free(config: Config, known: _OnMesh) -> bool:
     """Whether selective recomputation takes no time in these models: it recomputes no product and no collective."""
-    kinds = costs.cost(replace(config, train=replace(config.train, remat="selective"))).kinds.values()
+    kinds = known.cost(replace(config, train=replace(config.train, remat="selective"))).kinds.values()
     return all((layer.regions, layer.backward) == (plain.regions, plain.backward) for _, layer, plain in kinds)
 
 

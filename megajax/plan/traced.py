@@ -16,7 +16,6 @@ from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax import Array
 from jax.export import symbolic_shape
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
@@ -100,11 +99,6 @@ def _coarse(backend: Backend) -> Backend:
     return replace(backend, expert_block=1, expert_kernel=False, expert_bytes=0)
 
 
-def _attention(config: Config) -> Any:
-    """The implementation that is traced; our own kernel sends and saves the same as blocks."""
-    return "blocks" if config.model.attention == "kernel" else config.model.attention
-
-
 def _one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = False) -> Config:
     """The smallest run with the same layers and ends, which many configurations have in common."""
     pipe = config.mesh.pipe if splits_vocabulary else 2
@@ -120,7 +114,8 @@ def _one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = False)
             num_layers=pipe + config.model.dense_layers,
             scan_layers="true",
             bf16_layers="0,0",
-            attention=_attention(config),
+            # Our own kernel sends and saves the same as blocks.
+            attention="blocks" if config.model.attention == "kernel" else config.model.attention,
         ),
         lora=config.lora,
         mesh=mesh,
@@ -150,20 +145,16 @@ class _Blocks(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _traced(
-    config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, _Blocks], Cost], together: bool
-) -> Cost:
+def _traced(config: Config, backend: Backend, look: Callable[[Pipeline, _Blocks], Cost], together: bool) -> Cost:
     """What `look` finds in the traced loop of a train step."""
     with jax.enable_x64(config.precision == "fp64"), h200.attention():
         program = _program(config, _coarse(backend), together)
         blocks = _Blocks.from_config(config, backend)
-        return trace_pipeline(program, lambda pipeline: look(program, pipeline, idle(pipeline.x_type), blocks))
+        return trace_pipeline(program, lambda pipeline: look(pipeline, blocks))
 
 
 @lru_cache(maxsize=1024)
-def _scaled(
-    config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, _Blocks], Cost], together: bool
-) -> Cost:
+def _scaled(config: Config, backend: Backend, look: Callable[[Pipeline, _Blocks], Cost], together: bool) -> Cost:
     """The same as `_traced`. Every number of it is a part that all devices of an axis have, plus one that they divide
     or that grows with them; two sizes of the axis tell. The axis is `tensor`, if devices share keys' heads evenly,
     `expert`, or `pipe` where the vocabulary is split."""
@@ -222,8 +213,8 @@ def _shape_of(shape: str, rows: int) -> Shape:
     return tuple(map(int, symbolic_shape(shape, constraints=[f"{_ROWS} == {rows}"])))
 
 
-def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, blocks: _Blocks) -> LayerCost:
-    layers = pipeline.layers
+def _layer_cost(pipeline: Pipeline, blocks: _Blocks) -> LayerCost:
+    layers, x_BTD = pipeline.layers, idle(pipeline.x_type)
     assert isinstance(layers, Layers)
     context = vary(pipeline.ends.take(0).context, (PIPE,))
     sums = pipeline.sums(1)
@@ -243,8 +234,8 @@ def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, blocks: _Blo
     )
 
 
-def _ends_cost(program: Program, pipeline: Pipeline, x_BTD: Array, blocks: _Blocks) -> EndsCost:
-    ends, totals = pipeline.ends, pipeline.totals()
+def _ends_cost(pipeline: Pipeline, blocks: _Blocks) -> EndsCost:
+    ends, totals, x_BTD = pipeline.ends, pipeline.totals(), idle(pipeline.x_type)
     work, end = Work(True, 0, 0, 0, 0, 0), End(here=True, anywhere=True, microbatch=0)
     row = Row(work, work, end, end, end, end)
     embedding = jax.make_jaxpr(lambda x: ends.input(row, x))(x_BTD)

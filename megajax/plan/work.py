@@ -196,13 +196,9 @@ class StepWork:
             rank, rows = self.config.lora.rank, self.tokens
             products = sum(self.product(size // rank, rows, rank) for size in sizes)
             return Seconds(products, traffic=self.moved(self.machine.traffic.accumulated * sum(sizes)))
-        added = Seconds(traffic=self.moved(self.machine.traffic.accumulated * self._weights))
+        numbers = sum(inner * columns * count for _, inner, columns, count in self._shapes)
+        added = Seconds(traffic=self.moved(self.machine.traffic.accumulated * numbers))
         return sum(map(self._gradient, self.layer.products), start=added)
-
-    @cached_property
-    def _weights(self) -> int:
-        """Numbers in the weights of a layer's products."""
-        return sum(inner * columns * count for _, inner, columns, count in self._shapes)
 
     @cached_property
     def _traffic(self) -> float:

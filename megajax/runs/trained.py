@@ -67,13 +67,13 @@ def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Cal
     _note_average(checkpoints, run_dir, chosen)
 
     def read(paths: list[Any]) -> list[Any]:
-        pairs = {path: pair for path in paths if adapters is not None and (pair := adapters.of(path)) is not None}
-        adapter_paths = [path for pair in pairs.values() for path in pair.values()]
+        pairs = {path: of for path in paths if adapters is not None and (of := adapters.of(path)) is not None}
+        adapter_paths = [path for pair, _ in pairs.values() for path in pair.values()]
         weights = checkpoints.read_some_weights(chosen, [*paths, *adapter_paths])
-        for path, pair in pairs.items():
+        for path, (pair, inner) in pairs.items():
             assert adapters is not None
             factors = {name: jnp.asarray(weights[each]) for name, each in pair.items()}
-            weights[path] = weights[path] + np.asarray(adapters.added(factors, adapters.inner_of(path)))
+            weights[path] = weights[path] + np.asarray(adapters.added(factors, inner))
         return [weights[path] for path in paths]
 
     return read, chosen

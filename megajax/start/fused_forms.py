@@ -98,7 +98,7 @@ class SmallAttention:
         visible, places = context.visible, FROM_START
         if self.quarters:
             quarter, length = self.queries[1] // 2, self.keys[1]
-            places = Places(Pieces((0, length - quarter)))
+            places = Places(Pieces(jnp.asarray([0, length - quarter], jnp.int32)))
             visible = visible.of_queries(lambda x_BT: jnp.concatenate([x_BT[:, :quarter], x_BT[:, -quarter:]], axis=1))
         sink_H = jnp.zeros(self.queries[2:3], self.dtype) if self.model.attention_sinks else None
         return Setting(visible, context.dropout.fold(ATTENTION_WEIGHTS), backend, places, sink_H=sink_H)

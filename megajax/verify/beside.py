@@ -84,11 +84,7 @@ def _generation(config: Config, seed: int) -> Wrong:
     train = dataclasses.replace(config.train, global_batch=rows, microbatch=rows)
     one = Drawn(plain(dataclasses.replace(config, train=train)), CPU, seed, math.nan)
     program, tokens = one.program, {"tokens": one.program.batch_types["tokens"]}
-    outputs = one.run(
-        logits(program),
-        one.weights,
-        (tokens, {"tokens": tokens_BT[None, None]}),
-    )
+    outputs = one.run(logits(program), one.weights, (tokens, {"tokens": tokens_BT[None, None]}))
     probable_BT = np.argmax(ordered(outputs)[0, 0, ..., : config.model.vocab_size], -1)
     wrong = np.take_along_axis(probable_BT, place_BN - 1, 1) != chosen_BN
     where = f"row {np.flatnonzero(wrong.any(1))[0]}" if wrong.any() else f"{chosen_BN.size} tokens of {rows} rows"

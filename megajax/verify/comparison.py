@@ -1,6 +1,7 @@
 """Losses and gradients of a few training steps in mesh-independent form, how much two runs may differ, and how much
 they do."""
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import DictKey, GetAttrKey, keystr
+from jax.tree_util import DictKey, keystr
 
 from megajax.core.program.program import Program
 from megajax.core.program.state import TrainState
@@ -60,17 +61,20 @@ def named_leaves(tree: Tree) -> Leaves:
     return {"/".join(str(key.key) for key in path): np.asarray(leaf) for path, leaf in paths}
 
 
-def beside_the_scale(state: TrainState) -> list[tuple[Any, Any]]:
-    """Paths and leaves of a state, except the loss scale."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [(path, leaf) for path, leaf in leaves if path[0] != GetAttrKey("loss_scale")]
+def beside_the_scale(state: TrainState) -> dict[str, Any]:
+    """Leaves of a state by path, except the loss scale."""
+    return {keystr(path, simple=True, separator="/"): leaf for path, leaf in _beside_the_scale(state)}
+
+
+def _beside_the_scale(state: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(dataclasses.replace(state, loss_scale=None))
 
 
 def named_parts(state: TrainState) -> dict[str, Leaves]:
     """The leaves of a canonical state, except the loss scale, by part and name: `optimizer/0/mu` and
     `blocks/mlp/up/weight`."""
     parts: dict[str, Leaves] = defaultdict(dict)
-    for path, leaf in beside_the_scale(state):
+    for path, leaf in _beside_the_scale(state):
         inside = tuple(key for key in path if isinstance(key, DictKey)) or path[-1:]
         part, name = (keystr(keys, simple=True, separator="/") for keys in (path[: -len(inside)], inside))
         parts[part][name] = np.asarray(leaf)

@@ -175,7 +175,7 @@ def _averaged(drawn: Drawn, after: TrainState, skipped: bool) -> Values:
     """The moving average after a step, given the canonical state, by its definition; empty if there is none."""
     layout, old = drawn.program.layout, drawn.canonical.average
     if old is None or skipped:
-        return {} if old is None else named_leaves(old)
+        return named_leaves(old)
     share = numbers.constant(1.0 - drawn.program.config.train.ema, layout.main_dtype)
 
     def moved(old: Value, new: Value) -> Value:
@@ -187,12 +187,8 @@ def _averaged(drawn: Drawn, after: TrainState, skipped: bool) -> Values:
 
 def _changed(before: TrainState, after: TrainState) -> list[str]:
     """Leaves that differ, except the loss scale's."""
-    pairs = zip(beside_the_scale(before), beside_the_scale(after), strict=True)
-    return [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for (path, old), (_, new) in pairs
-        if (elements(old) != elements(new)).any()
-    ]
+    new = beside_the_scale(after)
+    return [name for name, old in beside_the_scale(before).items() if (elements(old) != elements(new[name])).any()]
 
 
 def unequal(expected: Value, actual: Value) -> str:

@@ -24,7 +24,7 @@ from megajax.core.program.train_step import train_step_with_gradients
 from megajax.data.synthetic import placed_batch
 from megajax.settings.config import Config
 from megajax.verify.accumulation import sums_in_other_dtypes
-from megajax.verify.comparison import Leaves, Trace, beside_the_scale, named_leaves
+from megajax.verify.comparison import Leaves, beside_the_scale, named_leaves
 
 FP8_IN_FP64 = "fp8-in-fp64"  # a step in fp64 whose products have operands rounded to e4m3
 _PACKAGE = Path(__file__).parents[1]
@@ -39,13 +39,9 @@ class TracingError(Exception):
     """A step cannot be traced; the message is that of JAX or an assertion, with the place in our code."""
 
     def __init__(self, error: Exception):
-        ours = [
-            frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents
-        ]
-        inside = [frame for frame in ours if Path(__file__).parent not in Path(frame.filename).parents]
-        at = [
-            f"{Path(each.filename).relative_to(_PACKAGE.parent)}:{each.lineno}, in {each.name}" for each in inside[-1:]
-        ]
+        frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
+        ours = [each for each in frames if _PACKAGE in each[0].parents and Path(__file__).parent not in each[0].parents]
+        at = [f"{path.relative_to(_PACKAGE.parent)}:{frame.lineno}, in {frame.name}" for path, frame in ours[-1:]]
         text = textwrap.shorten(str(error), 1000, placeholder=" …")
         super().__init__("; ".join([f"{type(error).__name__}: {text}", *at]))
 
@@ -82,11 +78,6 @@ class MeshRun:
     def kind(self) -> str:
         """What it computes in, in one word."""
         return FP8_IN_FP64 if self.operand_dtype == E4M3 else self.config.precision
-
-    @property
-    def trace(self) -> Trace:
-        """The first step's loss and gradients."""
-        return Trace([self.metrics[0]["loss"]], [self.gradients])
 
 
 def run(
@@ -195,11 +186,7 @@ def _with_scale(state: TrainState, scale: Any) -> TrainState:
 
 def _bits(state: TrainState) -> dict[str, bytes]:
     """The bits of every leaf, except the loss scale's, by its path."""
-    return {_name(path): np.asarray(leaf).tobytes() for path, leaf in beside_the_scale(state)}
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    return {name: np.asarray(leaf).tobytes() for name, leaf in beside_the_scale(state).items()}
 
 
 def _rows(program: Program) -> list[list[int]]:
@@ -226,7 +213,7 @@ def _unequal(state: TrainState) -> list[str]:
         return len(parts) > len({index for index, _ in parts})
 
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [_name(path) for path, leaf in leaves if differs(leaf)]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in leaves if differs(leaf)]
 
 
 def _uncast(program: Program, state: TrainState) -> list[str]:

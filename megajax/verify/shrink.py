@@ -71,8 +71,8 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     frozen = fewer_layers(config.train.freeze, config.model.num_layers, layers)
     train = dataclasses.replace(config.train, microbatch=microbatch, global_batch=rows, freeze=frozen)
     first = mesh.row_shards * microbatch  # a batch that grows begins with one microbatch, and is whole in the next step
-    growth = (first, rows - first, first) if config.train.ramp_start and first < rows else (0, 0, 0)
-    start, increment, samples = growth
+    grows = config.train.ramp_start and first < rows
+    start, increment, samples = (first, rows - first, first) if grows else (0, 0, 0)
     train = dataclasses.replace(train, ramp_start=start, ramp_increment=increment, ramp_samples=samples)
     cooldown, ranks = 8 if config.optimizer.schedule == "wsd" else 0, mesh.on_devices["data"]
     optimizer = dataclasses.replace(
@@ -169,22 +169,17 @@ class _Sizes:
         if model.mlp_size == 4 * model.hidden_size:
             pairs = [pair for pair in pairs if 4 * pair[1] % ours.tensor == 0] or pairs
         kept = [pair for pair in pairs if (pair[1] % ours.zero_shards == 0) == divides]
-        notes = []
-        if not kept:
+
+        def note(divides: bool, what: str) -> str:
             does = "divides" if divides else "does not divide"
-            notes.append(
-                f"{theirs.flags(BATCH_AXES)} {does} --model.hidden-size {model.hidden_size}, but not in "
-                "the scaled-down model"
-            )
+            return f"{theirs.flags(BATCH_AXES)} {does} {what}, but not in the scaled-down model"
+
+        notes = [] if kept else [note(divides, f"--model.hidden-size {model.hidden_size}")]
         head_size, hidden = (kept or pairs)[0]
         mlp_size = self._mlp_size(hidden)
         divides = model.mlp_size // theirs.tensor % theirs.zero_shards == 0
         if (mlp_size // ours.tensor % ours.zero_shards == 0) != divides:
-            does = "divides" if divides else "does not divide"
-            notes.append(
-                f"{theirs.flags(BATCH_AXES)} {does} a device's part of --model.mlp-size {model.mlp_size}, but not in "
-                "the scaled-down model"
-            )
+            notes.append(note(divides, f"a device's part of --model.mlp-size {model.mlp_size}"))
         sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size, "hidden_size": hidden}
         return sizes | {"mlp_size": mlp_size} | self._parts_of_heads(head_size), notes
 

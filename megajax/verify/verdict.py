@@ -7,17 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megajax.core.models.router import balances_router
-from megajax.verify.comparison import (
-    HALF,
-    LIMITS,
-    Leaves,
-    Limits,
-    distance,
-    finite,
-    leaf_errors,
-    relative,
-    scales,
-)
+from megajax.verify.comparison import HALF, LIMITS, Leaves, Limits, distance, finite, leaf_errors, relative, scales
 from megajax.verify.run import MeshRun
 
 EXACT = "exact"  # the precision of numbers that are never rounded, in a check's name

@@ -648,7 +648,10 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "gradients of keys are summed twice": (  # Megatron-LM #1464
             "core.models.context_attention._scattered",
-            ("by_device.reshape(x_BSHK.shape)", "vary(lax.psum(by_device.reshape(x_BSHK.shape), CONTEXT), [CONTEXT])"),
+            (
+                "by_device.reshape(x_BSHK.shape)",
+                "vary_as(lax.psum(by_device.reshape(x_BSHK.shape), CONTEXT), by_device)",
+            ),
             named("value of layer 1, backward", ON_CONTEXT),
         ),
         "documents are those of the first device": (  # TransformerEngine #1930
@@ -713,7 +716,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("value of layer 1, backward", ON_CONTEXT),
         ),
         "keys of the device before are a token further on": (
-            "core.models.attention_mask.Places.with_keys_before",
+            "core.models.context_attention._by_window",
             ("start_P - before", "start_P - before + 1"),
             named("attention_heads of layer 0, forward", {"mesh": (1, 1, 2, 1), "sliding_window": 3}),
         ),

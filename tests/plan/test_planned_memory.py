@@ -16,7 +16,7 @@ from megajax.core.models.mlp import MLP
 from megajax.core.optim.own import OwnOptimizer
 from megajax.core.program.memory import factor_bytes, residual_bytes, state_bytes
 from megajax.plan import traced
-from megajax.plan.compiled import compiled_step
+from megajax.plan.compiled import Compilation
 from megajax.plan.memory import memory
 from megajax.plan.sizes import held
 
@@ -168,7 +168,7 @@ NEAR = [
 @pytest.mark.slow
 def test_it_is_within_15_percent_of_what_xla_allocates(mesh, options) -> None:
     config = tiny_config(mesh, **options)
-    found, said = compiled_step(config), memory(config, CPU)
+    found, said = Compilation(config).result(), memory(config, CPU)
     assert 0 <= found.state - said.state < 1024
     assert said.of_step == pytest.approx(found.temporaries, rel=0.15)
 

@@ -5,6 +5,7 @@ Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from megajax.core.models import fused_attention
 from megajax.core.models.attention_mask import FROM_START
 from megajax.core.models.attention_setting import Setting
 from megajax.core.models.blocked_attention import OWN_KEYS, Method, blocked_attention
-from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.collectives import vary_as
 
 
 @jax.named_scope("attend")
@@ -77,15 +78,11 @@ def _by_cudnn(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> 
     )
 
 
-def _by_blocks(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
-    return attend_in_blocks(OWN_KEYS, q_BTHK, k_BSHK, v_BSHK, setting)
-
-
 def attend_in_blocks(method: Method, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
     """In blocks of queries, with any mask and with dropout that does not depend on the mesh."""
     batch, _, heads, _ = q_BTHK.shape
     limits = setting.visible_to_heads(batch, heads), setting.drop_of_heads(heads)
-    sink_H = vary(setting.sink_H, sorted(varying_axes(q_BTHK)))
+    sink_H = vary_as(setting.sink_H, q_BTHK)
     return blocked_attention(method, setting.backend, q_BTHK, k_BSHK, v_BSHK, setting.places, limits, sink_H)
 
 
@@ -99,5 +96,5 @@ class Implementation(NamedTuple):
 IMPLEMENTATIONS = {
     "cudnn": Implementation(cudnn_can, _by_cudnn),
     "kernel": Implementation(fused_attention.can, fused_attention.attend),
-    "blocks": Implementation(lambda q_BTHK, setting: True, _by_blocks),
+    "blocks": Implementation(lambda q_BTHK, setting: True, partial(attend_in_blocks, OWN_KEYS)),
 }

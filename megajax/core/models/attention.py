@@ -93,11 +93,9 @@ class Attention(nnx.Module):
             k_BSHK = named(k_BSHK, "key_norm", split=2, first=self.key.first_part)
         if self.config.rotary:
             assert context.position_BT is not None
-            q_BTHK = named(
-                rotated(q_BTHK, context.position_BT, self.config, context.windowed), "rotated_query", split=2
-            )
-            k_BSHK = rotated(k_BSHK, context.position_BT, self.config, context.windowed)
-            k_BSHK = named(k_BSHK, "rotated_key", split=2, first=self.key.first_part)
+            given = context.position_BT, self.config, context.windowed
+            q_BTHK = named(rotated(q_BTHK, *given), "rotated_query", split=2)
+            k_BSHK = named(rotated(k_BSHK, *given), "rotated_key", split=2, first=self.key.first_part)
         q_BTHK, sinks = scaled_queries(q_BTHK, self.config), {} if self.sinks is None else {"sink_H": self.sinks[...]}
         heads_BTHK, aux = attend(q_BTHK, k_BSHK, v_BSHK, context, self.backend, **sinks)
         if gates:

@@ -24,30 +24,19 @@ class Pieces:
     positions.
     """
 
-    starts: tuple[int, ...] | None = field(default=(0,), metadata={"static": True})  # position where each piece starts
-    start_P: Array | None = None  # the same, int32, if it is known only on the device; replaces `starts`
+    start_P: Array | None = None  # position where each piece starts, int32; None: there is one, which starts at 0
 
     @property
     def count(self) -> int:
         """The number of pieces."""
-        if self.starts is not None:
-            return len(self.starts)
-        assert self.start_P is not None
-        return self.start_P.shape[0]
-
-    def shift(self, start: int, length: int) -> int | None:
-        """How far the positions of the piece that contains index `start` are ahead of the indices in the array of
-        `length` tokens; None if it is not known while tracing."""
-        piece = length // self.count
-        return None if self.starts is None else self.starts[start // piece] - start // piece * piece
+        return 1 if self.start_P is None else self.start_P.shape[0]
 
     def at(self, start: int, end: int, length: int) -> Array:
-        """Positions of the tokens with indices `start` to `end`, possibly in several pieces, int32."""
-        if self.starts == (0,):
+        """Positions of the tokens with indices `start` to `end` of `length`, possibly in several pieces, int32."""
+        if self.start_P is None:
             return jnp.arange(start, end, dtype=jnp.int32)
-        piece = length // self.count
-        start_P = jnp.asarray(self.starts, jnp.int32) if self.start_P is None else self.start_P
-        return (start_P[:, None] + jnp.arange(piece, dtype=jnp.int32)[None]).reshape(-1)[start:end]
+        piece_T = jnp.arange(length // self.count, dtype=jnp.int32)
+        return (self.start_P[:, None] + piece_T[None]).reshape(-1)[start:end]
 
 
 @jax.tree_util.register_dataclass
@@ -185,22 +174,15 @@ class Places:
 
     queries: Pieces = Pieces()
     keys: Pieces = Pieces()
-    # How far queries are ahead of keys, if that is known although `starts` are not.
+    # How far queries are ahead of keys, if that is known although `start_P` are not.
     ahead: int | None = field(default=None, metadata={"static": True})
 
-    @classmethod
-    def with_keys_before(cls, start_P: Array, before: int) -> "Places":
-        """Queries that start at `start_P`; their keys start `before` tokens earlier."""
-        return cls(Pieces(None, start_P), Pieces(None, start_P - before), before)
-
-    def key_range(self, visible: AttentionMask, start: int, end: int, num_queries: int, num_keys: int) -> slice:
+    def key_range(self, visible: AttentionMask, start: int, end: int, num_keys: int) -> slice:
         """The keys that the queries `start` to `end` may see, whatever the sample; all of them if positions are not
-        known while tracing, or if keys are in several pieces."""
-        shifts, ahead = (self.queries.shift(start, num_queries), self.keys.shift(0, num_keys)), self.ahead
-        if ahead is None:
-            if shifts[0] is None or shifts[1] is None or self.keys.count > 1:
-                return slice(0, num_keys)
-            ahead = shifts[0] - shifts[1]
+        known while tracing."""
+        if self.ahead is None and (self.queries.start_P is not None or self.keys.start_P is not None):
+            return slice(0, num_keys)
+        ahead = self.ahead or 0
         first, last = visible.key_range(start + ahead, end + ahead, num_keys)
         return slice(min(first, num_keys), min(last, num_keys))
 
@@ -209,7 +191,7 @@ class Places:
         piece = num_queries // self.queries.count
         starts = [(first, first + piece) for first in range(0, num_queries, piece)]
         blocks = [(start, min(start + size, end)) for first, end in starts for start in range(first, end, size)]
-        return [(slice(*block), self.key_range(visible, *block, num_queries, num_keys)) for block in blocks]
+        return [(slice(*block), self.key_range(visible, *block, num_keys)) for block in blocks]
 
 
 FROM_START = Places()  # queries and keys both start at the first token

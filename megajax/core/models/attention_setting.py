@@ -3,6 +3,7 @@
 Letters: B batch, H heads.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,6 +14,16 @@ from megajax.core.backend import Backend
 from megajax.core.models.attention_mask import FROM_START, AttentionMask, Places
 from megajax.core.parallel.collectives import TENSOR, Axes, axis_index
 from megajax.core.parallel.random import Dropout
+
+
+class KeyExchange(NamedTuple):
+    """How a device gets the keys and values of all tokens, once for each pass."""
+
+    gathered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK
+    scattered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK  # its transpose
+
+
+OWN = KeyExchange()  # it has them
 
 
 class Setting(NamedTuple):

@@ -5,7 +5,7 @@ Letters: B batch, T query positions, S key positions, H heads, K head size, N he
 the other, G query heads for each of them, R = G T their rows in a matrix product.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from megajax.core.backend import Backend
 from megajax.core.models.attention_mask import AttentionMask, Places
+from megajax.core.models.attention_setting import OWN, KeyExchange
 from megajax.core.models.sinks import sink_gradients, with_sinks
 from megajax.core.parallel.random import Dropout
 from megajax.core.precision import at_least_fp32
@@ -27,10 +28,9 @@ Limits = tuple[AttentionMask, Dropout]  # what a query sees of the keys, and dro
 class Method(NamedTuple):
     """How to compute attention of heads from a device's queries, keys and values."""
 
-    forward: Callable  # (q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=, block=) -> heads_NGTK, two statistics_NGT1
-    backward: Callable  # (q_NGTK, heads_NGTK, grad_NGTK, k_NSK, v_NSK, …, statistics, places=, block=) -> gradients
-    gathered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK  # keys or values of all tokens, of this device's
-    scattered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK  # its transpose
+    forward: Callable  # (q_NGTK, k_NSK, v_NSK, limits, places=, block=) -> heads_NGTK, two statistics_NGT1
+    backward: Callable  # (q_NGTK, heads_NGTK, grad_NGTK, k_NSK, v_NSK, limits, statistics, …) -> gradients
+    exchange: KeyExchange = OWN
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -54,8 +54,8 @@ def blocked_attention(
 def _forward(method: Method, backend: Backend, *inputs: Any) -> tuple[Array, tuple]:
     q_BTHK, k_BSHK, v_BSHK, places, limits, sink_H = inputs
     (batch, _, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
-    keys = (_heads_first(method.gathered(x)) for x in (k_BSHK, v_BSHK))
-    of_heads = _heads_first(q_BTHK, heads // kv_heads), *keys, *_limits_of_heads(limits, batch, kv_heads)
+    keys = (_heads_first(method.exchange.gathered(x)) for x in (k_BSHK, v_BSHK))
+    of_heads = _heads_first(q_BTHK, heads // kv_heads), *keys, _limits_of_heads(limits, batch, kv_heads)
     forward = partial(method.forward, places=places, block=_block(q_BTHK, places, backend))
     out_NGTK, highest_NGT1, total_NGT1 = _in_groups(forward, of_heads, backend)
     if sink_H is not None:
@@ -71,11 +71,11 @@ def _backward(method: Method, backend: Backend, residuals: tuple, grad_BTHK: Arr
     q_BTHK, k_BSHK, v_BSHK, places, limits, sink_H, out_BTHK, statistics_NGT1 = residuals
     (batch, _, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     queries = [_heads_first(x, heads // kv_heads) for x in (q_BTHK, out_BTHK, grad_BTHK)]
-    keys = (_heads_first(method.gathered(x)) for x in (k_BSHK, v_BSHK))
-    inputs = *queries, *keys, *_limits_of_heads(limits, batch, kv_heads), statistics_NGT1
+    keys = (_heads_first(method.exchange.gathered(x)) for x in (k_BSHK, v_BSHK))
+    inputs = *queries, *keys, _limits_of_heads(limits, batch, kv_heads), statistics_NGT1
     backward = partial(method.backward, places=places, block=_block(q_BTHK, places, backend))
     dq_NGTK, *dkeys = _in_groups(backward, inputs, backend)
-    dk_BSHK, dv_BSHK = (method.scattered(_heads_last(x, batch, kv_heads)) for x in dkeys)
+    dk_BSHK, dv_BSHK = (method.exchange.scattered(_heads_last(x, batch, kv_heads)) for x in dkeys)
     dsink_H = None
     if sink_H is not None:
         (_, out_NGTK, grad_NGTK), (highest_NGT1, total_NGT1) = queries, statistics_NGT1
@@ -100,42 +100,30 @@ def _limits_of_heads(limits: Limits, batch: int, kv_heads: int) -> Limits:
     return visible.of_heads(batch, kv_heads), grouped
 
 
-def _forward_of_heads(
-    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Dropout, *, places: Places, block: int
-) -> tuple:
+def _forward_of_heads(q_NGTK: Array, k_NSK: Array, v_NSK: Array, limits: Limits, places: Places, block: int) -> tuple:
     """Attention; the highest score of every query; and the sum of exponentials of the scores relative to it."""
-    group = q_NGTK.shape[1]
-    out, highest, total = [], [], []
-    for sum_NRK, highest_NR1, total_NR1 in _blocks(q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=places, block=block):
-        out.append(_grouped_rows((sum_NRK / total_NR1).astype(q_NGTK.dtype), group))
-        highest.append(_grouped_rows(highest_NR1, group))
-        total.append(_grouped_rows(total_NR1, group))
-    return tuple(jnp.concatenate(blocks, axis=2) for blocks in (out, highest, total))
+    blocks = _blocks(q_NGTK, k_NSK, v_NSK, limits, places, block)
+    divided = (((sum_NRK / total_NR1).astype(q_NGTK.dtype), most, total_NR1) for sum_NRK, most, total_NR1 in blocks)
+    return _together(divided, q_NGTK.shape[1])
 
 
-def attention_sums(
-    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Dropout, *, places: Places, block: int
-) -> tuple[Array, Array, Array]:
+def attention_sums(q_NGTK: Array, k_NSK: Array, v_NSK: Array, limits: Limits, places: Places, block: int) -> tuple:
     """The sum of the values, weighted by exponentials of the scores relative to the highest one, in at least fp32; the
     highest score of every query; and the sum of the exponentials. A query may see none of the keys."""
-    blocks = zip(*_blocks(q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=places, block=block, some=True), strict=True)
-    together = ([_grouped_rows(x, q_NGTK.shape[1]) for x in each] for each in blocks)
-    sum_, highest, total = (jnp.concatenate(each, axis=2) for each in together)
-    return sum_, highest, total
+    return _together(_blocks(q_NGTK, k_NSK, v_NSK, limits, places, block, some=True), q_NGTK.shape[1])
+
+
+def _together(blocks: Iterable[tuple[Array, ...]], group: int) -> tuple[Array, ...]:
+    """Results of blocks of queries, [N, R, …], as those of all queries, [N, G, T, …]."""
+    grouped = [[_grouped_rows(x, group) for x in block] for block in blocks]
+    return tuple(jnp.concatenate(each, axis=2) for each in zip(*grouped, strict=True))
 
 
 def _blocks(
-    q_NGTK: Array,
-    k_NSK: Array,
-    v_NSK: Array,
-    visible: AttentionMask,
-    drop_NG: Dropout,
-    *,
-    places: Places,
-    block: int,
-    some: bool = False,
+    q_NGTK: Array, k_NSK: Array, v_NSK: Array, limits: Limits, places: Places, block: int, some: bool = False
 ) -> Iterator[tuple[Array, Array, Array]]:
     """For every block of queries, the sum of the values, the highest score, and the sum of the exponentials."""
+    visible, drop_NG = limits
     for own, keys in places.blocks(visible, q_NGTK.shape[2], k_NSK.shape[1], block):
         at, scores_NRS, _ = _seen_scores(q_NGTK, k_NSK, places, visible, own, keys)
         highest_NR1 = jnp.max(scores_NRS, axis=-1, keepdims=True)
@@ -153,17 +141,15 @@ def backward_of_heads(
     grad_NGTK: Array,
     k_NSK: Array,
     v_NSK: Array,
-    visible: AttentionMask,
-    drop_NG: Dropout,
+    limits: Limits,
     statistics: Sequence[Array],
-    *,
     places: Places,
     block: int,
     dtype: Any = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values, in the dtype of the queries or in `dtype`; `statistics` are the two that
     the forward pass returned."""
-    (highest_NGT1, total_NGT1), result = statistics, dtype or q_NGTK.dtype
+    (visible, drop_NG), (highest_NGT1, total_NGT1), result = limits, statistics, dtype or q_NGTK.dtype
     dtype, group = at_least_fp32(q_NGTK.dtype), q_NGTK.shape[1]
     # The sum over keys of probability times its gradient, for every query.
     inner_NGT1 = jnp.sum(out_NGTK.astype(dtype) * grad_NGTK.astype(dtype), axis=-1, keepdims=True)
@@ -247,9 +233,8 @@ def _changed(visible: AttentionMask, query_T: Array, key_S: Array, scores_NRS: A
     assert visible.head_BH is not None
     scores_NGTS = scores_NRS.reshape(*visible.head_BH.shape, len(query_T), -1)
     head_NG11 = visible.head_BH[:, :, None, None]
-    return visible.scored(scores_NGTS, query_T[None, None, :, None], key_S[None, None, None], head_NG11).reshape(
-        scores_NRS.shape
-    )
+    changed_NGTS = visible.scored(scores_NGTS, query_T[None, None, :, None], key_S[None, None, None], head_NG11)
+    return changed_NGTS.reshape(scores_NRS.shape)
 
 
 def _scaled(x_NTK: Array) -> Array:
@@ -275,17 +260,22 @@ def _dropped(drop_NG: Dropout, query_T: Array, key_S: Array) -> Callable[[Array]
 def _in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
     """Apply `function` to arrays [N, …], with as many heads at a time as the backend allows."""
     num_heads, group, length = inputs[0].shape[:3]
-    at_once = num_heads
-    if backend.scores_bytes is not None:
-        rows = group * min(backend.block_of(length), length)
-        one_head = rows * length * jnp.dtype(at_least_fp32(inputs[0].dtype)).itemsize
-        fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and n * one_head <= backend.scores_bytes]
-        at_once = max(fits, default=1)
+    at_once = heads_at_once(num_heads, group, length, jnp.dtype(at_least_fp32(inputs[0].dtype)).itemsize, backend)
     if at_once == num_heads:
         return function(*inputs)
     divided = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), inputs)
     outputs = lax.map(lambda arguments: function(*arguments), divided)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+
+
+def heads_at_once(num_heads: int, group: int, length: int, item: int, backend: Backend) -> int:
+    """How many of the key heads are computed at a time, each for a group of query heads with so many queries; a score
+    has `item` bytes."""
+    if backend.scores_bytes is None:
+        return num_heads
+    one_head = group * min(backend.block_of(length), length) * length * item
+    fits = (n for n in range(1, num_heads + 1) if num_heads % n == 0 and n * one_head <= backend.scores_bytes)
+    return max(fits, default=1)
 
 
 def _heads_first(x_BTHK: Array, *group: int) -> Array:

@@ -102,11 +102,9 @@ def decode_step(cache: Cache, slot: Array, position_B1: Array, position_BS: Arra
         q_BHGK = q_BHGK * jnp.asarray(scale or size**-0.5, q_B1MK.dtype)
         scores_BHGS = product("BHGK,BHSK->BHGS", q_BHGK, filled.key_BHSK)
         if context.visible.score is not None:
-            head_1HG1 = (axis_index(TENSOR) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)).reshape(
-                1, *scores_BHGS.shape[1:3], 1
-            )
+            head_M = axis_index(TENSOR) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
             at = position_B1[:, :, None, None], position_BS[:, None, None]
-            scores_BHGS = context.visible.scored(scores_BHGS, *at, head_1HG1)
+            scores_BHGS = context.visible.scored(scores_BHGS, *at, head_M.reshape(1, *scores_BHGS.shape[1:3], 1))
         lowest = jnp.asarray(-jnp.inf, scores_BHGS.dtype)
         seen_B1S = context.visible.mask(position_B1, position_BS)
         assert seen_B1S is not None

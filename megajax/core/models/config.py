@@ -146,10 +146,7 @@ class Transformer:
         OnlyWith("prediction_modules", ignored=True),
     ] = 0.3
     norm: Annotated[
-        str,
-        "normalization layer; rmsnorm-1p: RMSNorm whose scale is 1 plus a weight",
-        OneOf(NORMS),
-        WEIGHTS,
+        str, "normalization layer; rmsnorm-1p: RMSNorm whose scale is 1 plus a weight", OneOf(NORMS), WEIGHTS
     ] = "layernorm"
     norm_epsilon: Annotated[
         float,
@@ -314,9 +311,8 @@ class Experts:
     ] = 0
     expert_capacity: Annotated[
         float,
-        "capacity factor: an expert takes at most this many times the mean number of tokens of "
-        "each sequence, and the rest skip the layer; 0: no limit (dropless). Evaluation and "
-        "generation are always dropless",
+        "capacity factor: an expert takes at most this many times the mean number of tokens of each sequence, and the "
+        "rest skip the layer; 0: no limit (dropless). Evaluation and generation are always dropless",
         between(0, 10_000),
         NOTHING,
         _WITH_EXPERTS,
@@ -582,11 +578,7 @@ class LinearAttention:
         ShrinkRule(most=3),
     ] = 4
     linear_norm_epsilon: Annotated[
-        float,
-        "model.norm-epsilon of linear attention's heads; 0: the same",
-        between(0, 1),
-        COMPUTATION,
-        _LINEAR,
+        float, "model.norm-epsilon of linear attention's heads; 0: the same", between(0, 1), COMPUTATION, _LINEAR
     ] = 0
     linear_chunk: Annotated[
         int,

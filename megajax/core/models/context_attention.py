@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
@@ -24,8 +23,8 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.core.models import fused_attention
 from megajax.core.models.attend import attend, attend_in_blocks, implementation, with_padded_values
 from megajax.core.models.attention_mask import AttentionMask, Pieces, Places
-from megajax.core.models.attention_setting import Setting
-from megajax.core.models.blocked_attention import Method, attention_sums, backward_of_heads
+from megajax.core.models.attention_setting import OWN, KeyExchange, Setting
+from megajax.core.models.blocked_attention import Limits, Method, attention_sums, backward_of_heads
 from megajax.core.models.config import ModelConfig
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import (
@@ -39,10 +38,8 @@ from megajax.core.parallel.collectives import (
     own_shard,
     scatter_sum,
     send_on,
-    vary,
-    varying_axes,
+    vary_as,
 )
-from megajax.core.parallel.random import Dropout
 from megajax.core.parallel.tokens import TOKENS, ContextWay
 from megajax.core.precision import OPERAND_DTYPE, at_least_fp32
 
@@ -108,7 +105,7 @@ def attend_to_others(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setti
     starts, _ = boundary.context_starts(q_BTHK.shape[TOKENS] * axis_size(CONTEXT))
     start_P = jnp.stack([jnp.asarray(start, jnp.int32) for start in starts])
     visible = setting.visible.of_queries(boundary.context_tokens)
-    setting = setting._replace(visible=visible, places=Places(Pieces(None, start_P)))
+    setting = setting._replace(visible=visible, places=Places(Pieces(start_P)))
     if boundary.context == "window":
         return _by_window(q_BTHK, k_BTHK, v_BTHK, setting, boundary.together)
     return _by_gathering(q_BTHK, k_BTHK, v_BTHK, setting)
@@ -135,7 +132,8 @@ def _by_window(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting, to
         last = lax.slice_in_dim(x, x.shape[1] - before, None, axis=1)
         return jnp.concatenate([_received(send_on(last, together=together)), x], axis=1)
 
-    setting = setting._replace(visible=visible, places=Places.with_keys_before(start_P, before))
+    places = Places(Pieces(start_P), Pieces(start_P - before), ahead=before)
+    setting = setting._replace(visible=visible, places=places)
     return attend(q_BTHK, with_those_before(k_BTHK), with_those_before(v_BTHK), setting)
 
 
@@ -146,11 +144,11 @@ def _received(x: Array) -> Array:
 
 def _by_gathering(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) -> Array:
     """Keys and values may be those of all tokens already."""
-    exchange = (gathered, _scattered) if k_BTHK.shape[TOKENS] == q_BTHK.shape[TOKENS] else ()
+    exchange = KeyExchange(gathered, _scattered) if k_BTHK.shape[TOKENS] == q_BTHK.shape[TOKENS] else OWN
     if implementation(q_BTHK, v_BTHK, setting) == "kernel":
-        fused = partial(fused_attention.attend, exchange=fused_attention.KeyExchange(*exchange))
+        fused = partial(fused_attention.attend, exchange=exchange)
         return with_padded_values(fused, q_BTHK, k_BTHK, v_BTHK, setting)
-    method = Method(_forward_of_heads, _backward_of_heads, *exchange)
+    method = Method(_forward_of_heads, _backward_of_heads, exchange)
     return attend_in_blocks(method, q_BTHK, k_BTHK, v_BTHK, setting)
 
 
@@ -158,7 +156,8 @@ def gathered(x_BTHK: Array) -> Array:
     """Keys or values of all tokens in the order of the sequence. Devices hold two pieces each: the first ones follow
     each other from the front, the second ones from the back."""
     x_BSHK = gather_shards(x_BTHK, TOKENS, CONTEXT)
-    front_BCPHK, back_BCPHK = (x.squeeze(2) for x in jnp.split(_by_device(x_BSHK), 2, axis=2))
+    by_device_BC2PHK = x_BSHK.reshape(x_BSHK.shape[0], axis_size(CONTEXT), 2, -1, *x_BSHK.shape[2:])
+    front_BCPHK, back_BCPHK = (x.squeeze(2) for x in jnp.split(by_device_BC2PHK, 2, axis=2))
     ordered = jnp.concatenate([front_BCPHK, back_BCPHK[:, ::-1]], axis=1)
     return ordered.reshape(x_BSHK.shape)
 
@@ -171,11 +170,6 @@ def _scattered(x_BSHK: Array) -> Array:
     return scatter_sum(by_device.reshape(x_BSHK.shape), TOKENS, CONTEXT)
 
 
-def _by_device(x_BSHK: Array) -> Array:
-    """Split what C devices contributed one after the other: [B, C, 2, P, H, K]."""
-    return x_BSHK.reshape(x_BSHK.shape[0], axis_size(CONTEXT), 2, -1, *x_BSHK.shape[2:])
-
-
 @dataclasses.dataclass(frozen=True)
 class _Tile:
     """Some of this device's queries, and the keys of one piece of the sequence."""
@@ -185,7 +179,7 @@ class _Tile:
     key: Array  # position of the first key
     num_queries: int
     num_keys: int
-    visible: AttentionMask  # for all queries of this device
+    limits: Limits  # for all queries of this device
     ahead: int | None = None  # see `Places`
 
     def queries(self, x_NGTK: Array) -> Array:
@@ -205,15 +199,12 @@ class _Tile:
         return lax.dynamic_update_slice_in_dim(x_NSK, new, self.key, 1)
 
     @property
-    def limits(self) -> dict[str, Any]:
+    def seen(self) -> dict[str, Any]:
         """What these queries see of these keys, and the positions of both."""
+        visible, drop_NG = self.limits
         own = partial(lax.dynamic_slice_in_dim, start_index=self.first, slice_size=self.num_queries, axis=1)
-        places = Places(_from(self.query), _from(self.key), self.ahead)
-        return {"visible": self.visible.of_queries(own), "places": places}
-
-
-def _from(start: Array) -> Pieces:
-    return Pieces(None, start[None])
+        places = Places(Pieces(self.query[None]), Pieces(self.key[None]), self.ahead)
+        return {"limits": (visible.of_queries(own), drop_NG), "places": places}
 
 
 def tile_queries(piece: int, block: int) -> int:
@@ -223,11 +214,11 @@ def tile_queries(piece: int, block: int) -> int:
 
 
 def _over_tiles(
-    step: Callable[[Any, _Tile], Any], totals: Any, visible: AttentionMask, places: Places, piece: int, block: int
+    step: Callable[[Any, _Tile], Any], totals: Any, limits: Limits, places: Places, piece: int, block: int
 ) -> Any:
     """`step(totals, tile)` for all keys that this device's queries see, tile by tile, so that only one tile's scores
     exist at a time. Every device has equally many tiles of the same sizes."""
-    start_P, count = places.queries.start_P, axis_size(CONTEXT)
+    start_P, count, (visible, drop_NG) = places.queries.start_P, axis_size(CONTEXT), limits
     assert start_P is not None
 
     def scan(totals: Any, starts: tuple[Array, Array, Array], **others: Any) -> Any:
@@ -241,7 +232,7 @@ def _over_tiles(
         # First each piece with itself, then with all keys before it. The device's c-th piece from the front has c
         # pieces before it; its c-th piece from the back has the remaining ones of 2 C - 1.
         first = jnp.arange(0, 2 * piece, piece, dtype=jnp.int32)
-        totals = scan(totals, (first, start_P, start_P), num_queries=piece, visible=visible, ahead=0)
+        totals = scan(totals, (first, start_P, start_P), num_queries=piece, limits=limits, ahead=0)
         turn = jnp.arange(2 * count - 1, dtype=jnp.int32)
         own = (turn >= axis_index(CONTEXT)).astype(jnp.int32)
         key = turn - own * axis_index(CONTEXT)
@@ -251,28 +242,23 @@ def _over_tiles(
     within = jnp.tile(jnp.arange(0, piece, size, dtype=jnp.int32), len(own))
     own, key = (jnp.repeat(x, piece // size) for x in (own, key))
     starts = piece * own + within, start_P[own] + within, piece * key
-    return scan(totals, starts, num_queries=size, visible=dataclasses.replace(visible, causal=False))
+    whole = dataclasses.replace(visible, causal=False)
+    return scan(totals, starts, num_queries=size, limits=(whole, drop_NG))
 
 
-def _forward_of_heads(
-    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Dropout, *, places: Places, block: int
-) -> tuple:
+def _forward_of_heads(q_NGTK: Array, k_NSK: Array, v_NSK: Array, limits: Limits, places: Places, block: int) -> tuple:
     """Like `_forward_of_heads` in `blocked_attention.py`, for this device's two pieces of queries and all keys."""
-    sums: Any = partial(attention_sums, drop_NG=drop_NG, block=block)
 
     def step(totals: list[Array], tile: _Tile) -> list[Array]:
-        found = sums(tile.queries(q_NGTK), *map(tile.keys, (k_NSK, v_NSK)), **tile.limits)
+        found = attention_sums(tile.queries(q_NGTK), tile.keys(k_NSK), tile.keys(v_NSK), block=block, **tile.seen)
         merged = _merged([tile.queries(x) for x in totals], found)
         return [tile.with_queries(x, new) for x, new in zip(totals, merged, strict=True)]
 
     dtype = at_least_fp32(q_NGTK.dtype)
-    each = (
-        ((*q_NGTK.shape[:3], v_NSK.shape[-1]), 0),
-        ((*q_NGTK.shape[:3], 1), jnp.finfo(dtype).min),
-        ((*q_NGTK.shape[:3], 1), 0),
-    )
-    totals = [_varying_as(jnp.full(shape, value, dtype), q_NGTK, k_NSK, places) for shape, value in each]
-    sum_, *statistics = _over_tiles(step, totals, visible, places, q_NGTK.shape[2] // 2, block)
+    each = (v_NSK.shape[-1], 0), (1, jnp.finfo(dtype).min), (1, 0)
+    totals = [jnp.full((*q_NGTK.shape[:3], size), value, dtype) for size, value in each]
+    totals = vary_as(totals, q_NGTK, k_NSK, places)
+    sum_, *statistics = _over_tiles(step, totals, limits, places, q_NGTK.shape[2] // 2, block)
     return (sum_ / statistics[1]).astype(q_NGTK.dtype), *statistics
 
 
@@ -286,22 +272,17 @@ def _merged(one: Sequence[Array], other: Sequence[Array]) -> tuple[Array, ...]:
 
 def _backward_of_heads(*inputs: Any, places: Places, block: int) -> tuple[Array, ...]:
     """Like `backward_of_heads`, for this device's two pieces of queries and all keys."""
-    *of_queries, k_NSK, v_NSK, visible, drop_NG, statistics = inputs
+    *of_queries, k_NSK, v_NSK, limits, statistics = inputs
     q_NGTK, dtype = of_queries[0], at_least_fp32(of_queries[0].dtype)
-    pull: Any = partial(backward_of_heads, drop_NG=drop_NG, block=block, dtype=dtype)
+    pull: Any = partial(backward_of_heads, block=block, dtype=dtype)
 
     def step(totals: list[Array], tile: _Tile) -> list[Array]:
         own = (tile.queries(x) for x in of_queries)
         own_statistics = [tile.queries(x) for x in statistics]
-        dq, *dkeys = pull(*own, *map(tile.keys, (k_NSK, v_NSK)), statistics=own_statistics, **tile.limits)
+        dq, *dkeys = pull(*own, *map(tile.keys, (k_NSK, v_NSK)), statistics=own_statistics, **tile.seen)
         added = [tile.with_keys(x, tile.keys(x) + new) for x, new in zip(totals[1:], dkeys, strict=True)]
         return [tile.with_queries(totals[0], tile.queries(totals[0]) + dq), *added]
 
-    totals = [_varying_as(jnp.zeros(x.shape, dtype), *of_queries, k_NSK, places) for x in (q_NGTK, k_NSK, v_NSK)]
-    grads = _over_tiles(step, totals, visible, places, q_NGTK.shape[2] // 2, block)
+    totals = [vary_as(jnp.zeros(x.shape, dtype), *of_queries, k_NSK, places) for x in (q_NGTK, k_NSK, v_NSK)]
+    grads = _over_tiles(step, totals, limits, places, q_NGTK.shape[2] // 2, block)
     return tuple(grad.astype(q_NGTK.dtype) for grad in grads)
-
-
-def _varying_as(total: Array, *inputs: Any) -> Array:
-    """Declare a total varying over the mesh axes that these inputs vary over."""
-    return vary(total, sorted(set().union(*map(varying_axes, jax.tree.leaves(inputs)))))

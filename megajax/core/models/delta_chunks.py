@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.collectives import vary_as
 from megajax.core.precision import at_least_fp32
 
 _EPSILON = 1e-6  # added to squared norms by all published models
@@ -82,7 +82,7 @@ class Chunks(NamedTuple):
     def of(cls, tokens: Tokens, chunk: int) -> "Chunks":
         """Those of tokens, a power of two in each chunk."""
         query, key, value, decay, write = tokens.prepared.in_parts(chunk)
-        up_to, behind = jnp.exp(_up_to(decay)), jnp.exp(_behind(decay))
+        up_to, behind = jnp.exp(jnp.cumsum(decay, -2)), jnp.exp(_behind(decay))
         inverse = unit_inverse(jnp.tril(write * decayed_products(key, key, decay), -1))
         read, within = query * up_to, decayed_products(query, key, decay)
         written, erased = inverse @ (write * value), inverse @ (write * key * up_to)
@@ -109,7 +109,7 @@ def delta_rule(tokens: Tokens, chunk: int, segment: int, state_BHKV: Array | Non
     in at least fp32. The backward pass keeps the state of every segment and computes the rest again."""
     chunk, segment = _sizes(tokens, chunk, segment)
 
-    @jax.checkpoint
+    @partial(jax.checkpoint, prevent_cse=False)
     def computed(state_BHKV: Array, tokens: Tokens) -> tuple[Array, Array]:
         chunks = Chunks.of(tokens, chunk)
         entering_NBHKV, last_BHKV = chunks.states(state_BHKV)
@@ -119,7 +119,7 @@ def delta_rule(tokens: Tokens, chunk: int, segment: int, state_BHKV: Array | Non
         return computed(checkpoint_name(state_BHKV, "attention_statistics"), tokens)
 
     nothing = jnp.zeros(tokens.state_shape, tokens.decay_BHTG.dtype)
-    first_BHKV = _varying_as(tokens, nothing if state_BHKV is None else state_BHKV)
+    first_BHKV = vary_as(nothing if state_BHKV is None else state_BHKV, tokens)  # as when they have changed it
     last_BHKV, read_MBHTV = lax.scan(step, first_BHKV, tokens.in_parts(segment))
     return _joined(read_MBHTV, tokens.key_BHTK.shape[2]), last_BHKV
 
@@ -131,9 +131,9 @@ def state_map(tokens: Tokens, chunk: int, segment: int) -> Array:
     *of_heads, size, _ = tokens.state_shape
     nothing = jnp.zeros(tokens.state_shape, tokens.decay_BHTG.dtype)
     unit_BHKK = jnp.broadcast_to(jnp.eye(size, dtype=nothing.dtype)[None, None], (*of_heads, size, size))
-    first_BHKW = _varying_as(tokens, jnp.concatenate([nothing, unit_BHKK], -1))
+    first_BHKW = vary_as(jnp.concatenate([nothing, unit_BHKK], -1), tokens)
 
-    @jax.checkpoint
+    @partial(jax.checkpoint, prevent_cse=False)
     def step(map_BHKW: Array, tokens: Tokens) -> tuple[Array, None]:
         chunks = Chunks.of(tokens, chunk)
         wider = [(0, 0)] * (chunks.written_NBHCV.ndim - 1) + [(0, size)]
@@ -164,7 +164,7 @@ def decayed_products(x_C: Array, y_C: Array, decay_C: Array) -> Array:
         return jnp.sum(x_C * y_C, -1, keepdims=True)
     (x1, x2), (y1, y2), (g1, g2) = _halves(x_C), _halves(y_C), _halves(decay_C)
     # The later half sees the earlier one across the middle: both exponents are at most 0.
-    across = (x2 * jnp.exp(_up_to(g2))) @ (y1 * jnp.exp(_behind(g1))).mT
+    across = (x2 * jnp.exp(jnp.cumsum(g2, -2))) @ (y1 * jnp.exp(_behind(g1))).mT
     within = decayed_products(*(jnp.stack(pair, -3) for pair in ((x1, x2), (y1, y2), (g1, g2))))
     return _blocks(within, across)
 
@@ -179,11 +179,6 @@ def unit_inverse(lower_CC: Array) -> Array:
     inverse = unit_inverse(jnp.stack([lower_CC[..., :half, :half], lower_CC[..., half:, half:]], -3))
     first, second = inverse[..., 0, :, :], inverse[..., 1, :, :]
     return _blocks(inverse, -exactly(exactly(second, lower_CC[..., half:, :half]), first))
-
-
-def _up_to(decay_C: Array) -> Array:
-    """Sums of decays over a chunk's tokens up to each."""
-    return jnp.cumsum(decay_C, -2)
 
 
 def _behind(decay_C: Array) -> Array:
@@ -208,8 +203,3 @@ def _sizes(tokens: Tokens, chunk: int, segment: int) -> tuple[int, int]:
     length = tokens.key_BHTK.shape[2]
     chunk = min(chunk, 1 << (length - 1).bit_length())
     return chunk, min(segment // chunk, -(-length // chunk)) * chunk
-
-
-def _varying_as(tokens: Tokens, state: Array) -> Array:
-    """A state that varies over the mesh axes that the tokens vary over, as it will when they have changed it."""
-    return vary(state, sorted(frozenset[str]().union(*map(varying_axes, tokens))))

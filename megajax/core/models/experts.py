@@ -38,8 +38,7 @@ from megajax.core.parallel.collectives import (
     exchange,
     gather_shards,
     scatter_sum,
-    vary,
-    varying_axes,
+    vary_as,
 )
 from megajax.core.parallel.layers import Initializer, ProductLayer, multiply, normal, param
 from megajax.core.parallel.permutation import rearranged
@@ -67,7 +66,7 @@ class ExpertLinear(ProductLayer):
         """The product `y` of `x` with the bias, and with what an adapter adds. By rows these are summed over `tensor`
         later, so one device adds the bias."""
         if self.bias is not None:
-            bias_EO = vary(self.bias[...], sorted(varying_axes(y)))
+            bias_EO = vary_as(self.bias[...], y)
             if self.by_rows:
                 bias_EO = jnp.where(axis_index(TENSOR) == 0, bias_EO, jnp.zeros((), bias_EO.dtype))
             y = group_biased(y, bias_EO, *blocks)
@@ -85,8 +84,7 @@ class Dispatch:
     @classmethod
     def of(cls, row_BTK: Array, rows: int, **others: Any) -> Self:
         """With the row of each choice among so many `rows`."""
-        nobody_R = jnp.full_like(row_BTK, row_BTK.size, shape=(rows,))
-        nobody_R = vary(nobody_R, sorted(varying_axes(row_BTK)))
+        nobody_R = vary_as(jnp.full_like(row_BTK, row_BTK.size, shape=(rows,)), row_BTK)
         choice_N = jnp.arange(row_BTK.size, dtype=jnp.int32)
         return cls(row_BTK, nobody_R.at[row_BTK.reshape(-1)].set(choice_N, mode="drop"), **others)
 
@@ -191,7 +189,7 @@ class Mixture(nnx.Module):
         rows = checkpoint_name(rows, "expert_rows")
         inner = self._multiplied("experts_input", rows, blocks, context.factors)
         inner = [checkpoint_name(y, name) for y, name in zip(inner, names, strict=True)]
-        y = activated(inner, self.config, self.backend)
+        y = activated(inner, self.config, self.backend, scaled=self.up.copies is not None)
         return self._multiplied("experts_output", y, blocks, context.factors)[0]
 
     def _multiplied(self, name: str, rows: Array, blocks: Blocks | None, factors: Factors) -> list[Array]:
@@ -207,7 +205,7 @@ class Mixture(nnx.Module):
         place_BTK = _places(boundary.of_all_tokens(routing.chosen_BTK), experts)  # of the whole sequence
         dropped_BTK = (boundary.own_tokens(place_BTK) >= capacity) & (routing.chosen_BTK < experts)
         chosen_BTK = boundary.enter(routing.chosen_BTK)
-        place_BTK = vary(boundary.context_tokens(place_BTK), sorted(varying_axes(chosen_BTK)))
+        place_BTK = vary_as(boundary.context_tokens(place_BTK), chosen_BTK)
 
         # Rows are sorted by what collectives divide, the device of the context group and the expert group, then by
         # sequence, place and expert. So the rows that a device receives, [N, E, D] in memory, are operands of the

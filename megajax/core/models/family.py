@@ -31,44 +31,35 @@ class FamilyModel(Protocol):
 
     def context(self, batch: Batch, dropout: Dropout) -> Context:
         """What every layer receives for a microbatch besides its input; not differentiated, needs no weights."""
-        ...
 
     def embed(self, batch: Batch, context: Context) -> Array:
         """The input of the first of `blocks`, x_BTD; any function of the weights, possibly with layers of its own."""
-        ...
 
     def embedding(self, batch: Batch, context: Context) -> Array:
         """`embed` without the layers it contains; language models only."""
-        ...
 
     def first_blocks(self) -> Sequence[Any]:
         """The layers that `embed` contains, one by one; language models only."""
-        ...
 
     def losses(self, x_BTD: Array, batch: Batch, context: Context) -> dict[str, Array]:
         """For every loss and measure in the batch's form, its sum over the targets, computed from the last layer's
         output; scalars."""
-        ...
 
     def predictions(self, x_BTD: Array, batch: Batch, context: Context) -> tuple[dict[str, Array], dict[str, Any]]:
         """For every loss of `prediction.prediction_losses` its sum over the targets, computed from the last layer's
         output, and the figures of the modules' layers; language models only."""
-        ...
 
     def scores(self, x_BTD: Array, batch: Batch) -> dict[str, tuple[Array, Array]]:
         """For every loss by name, two arrays over its targets, [B, …]: the cross-entropy, and 1 or 0 (int32) for
         whether the target is the most probable one. Where the target is `IGNORED` they are 0 and `IGNORED`."""
-        ...
 
     def logits(self, x_BTD: Array) -> Array:
         """This device's columns of the logits; language models only."""
-        ...
 
     def task_logits(self, x_BTD: Array, batch: Batch) -> Array:
         """The logits that answer a task, in at least fp32, identical on all devices: [B, C] for classes, or for texts
         to choose from, or [B, T, 2] for the tokens where a span begins and ends; only models with such a
         head."""
-        ...
 
 
 @dataclass(frozen=True)

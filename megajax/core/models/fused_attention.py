@@ -6,8 +6,7 @@ Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K 
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,23 +14,13 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.core.models.attention_mask import AttentionMask, Places
-from megajax.core.models.attention_setting import Setting
+from megajax.core.models.attention_setting import OWN, KeyExchange, Setting
 from megajax.core.models.sinks import sink_gradients, with_sinks
-from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.collectives import vary_as
 from megajax.core.parallel.random import Dropout
 from megajax.core.private import has_gpu_kernels
 
 HEAD_SIZES = (64, 96, 128, 192, 256)  # of 192 are DeepSeek's keys, whose values are padded (`attend.py`)
-
-
-class KeyExchange(NamedTuple):
-    """How a device gets the keys and values of all tokens, once for each pass."""
-
-    gathered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK
-    scattered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK  # its transpose
-
-
-OWN = KeyExchange()
 
 
 def can(q_BTHK: Array, setting: Setting) -> bool:
@@ -45,14 +34,9 @@ def can(q_BTHK: Array, setting: Setting) -> bool:
 def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting, exchange: KeyExchange = OWN) -> Array:
     """Attention of this device's heads, [B, T, H, K]."""
     drop, visible, places = setting.drop_of_heads(q_BTHK.shape[2]), setting.visible, setting.places
-    q_BTHK, k_BSHK, v_BSHK = _alike(q_BTHK, k_BSHK, v_BSHK, beside=(visible, places, drop))
-    sink_H = vary(setting.sink_H, sorted(varying_axes(q_BTHK)))
+    q_BTHK, k_BSHK, v_BSHK = vary_as([q_BTHK, k_BSHK, v_BSHK], q_BTHK, k_BSHK, v_BSHK, visible, places, drop)
+    sink_H = vary_as(setting.sink_H, q_BTHK)
     return _attention(exchange, q_BTHK, k_BSHK, v_BSHK, visible, places, drop, sink_H)
-
-
-def _alike(*arrays: Array, beside: Any) -> list[Array]:
-    """Make arrays vary over all mesh axes over which one of them, or of those `beside` them, varies."""
-    return vary(list(arrays), sorted(set().union(*map(varying_axes, jax.tree.leaves((arrays, beside))))))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -77,7 +61,7 @@ def _forward(
     *limits, sink_H = others
     k_all, v_all = map(exchange.gathered, (k_BSHK, v_BSHK))
     outputs = attention(q_BTHK, k_all, v_all, seen(q_BTHK, k_all, *limits))
-    out_BTHK, sums_BHT = _alike(*outputs, beside=q_BTHK)
+    out_BTHK, sums_BHT = vary_as(outputs, outputs, q_BTHK)
     if sink_H is not None:
         out_BTHK, highest_BTH1, total_BTH1 = with_sinks(out_BTHK, *_statistics(sums_BHT), _of_heads(sink_H))
         sums_BHT = ((highest_BTH1 + jnp.log(total_BTH1)) / math.log(2))[..., 0].swapaxes(1, 2)
@@ -93,7 +77,8 @@ def _backward(exchange: KeyExchange, residuals: tuple[Any, ...], grad_BTHK: Arra
     q_BTHK, k_BSHK, v_BSHK, limits, sink_H, out_BTHK, sums_BHT = residuals
     k_all, v_all = map(exchange.gathered, (k_BSHK, v_BSHK))
     sees = seen(q_BTHK, k_all, *limits)
-    grads = _alike(*gradients(q_BTHK, k_all, v_all, out_BTHK, sums_BHT, grad_BTHK, sees), beside=(q_BTHK, k_all))
+    grads = gradients(q_BTHK, k_all, v_all, out_BTHK, sums_BHT, grad_BTHK, sees)
+    grads = vary_as(grads, grads, q_BTHK, k_all)
     dsink_H = None
     if sink_H is not None:
         dsink_BTH1 = sink_gradients(out_BTHK, grad_BTHK, *_statistics(sums_BHT), _of_heads(sink_H))

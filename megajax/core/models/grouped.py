@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.collectives import vary_as
 from megajax.core.parallel.float8 import Scaled, multiplied
 from megajax.core.precision import at_least_fp32
 from megajax.core.private import has_gpu_kernels
@@ -34,6 +34,11 @@ class Blocks:
     group_MG: Array
     used: Array  # how many blocks have rows, a scalar; the others are left out. Rows of no group are zeros
     by_kernel: bool = field(metadata={"static": True})  # kernels multiply whatever they can
+
+    @property
+    def numbers(self) -> tuple[Array, Array]:
+        """The groups of all blocks, one turn after the other, and how many are used, int32."""
+        return self.group_MG.astype(jnp.int32).reshape(-1), self.used.astype(jnp.int32)
 
 
 def in_blocks(
@@ -64,7 +69,7 @@ def grouped_product(rows_RI: Array, weight_EIO: Array, blocks: Blocks, *, turned
     if _by_kernel(rows_RI, blocks, *weight_EIO.shape[1:]):
         return _kernel_product(rows_RI, weight_EIO, blocks, turned=turned)
     weight_EIO = weight_EIO.swapaxes(1, 2) if turned else weight_EIO
-    out_RO = _zeros((rows_RI.shape[0], weight_EIO.shape[2]), rows_RI.dtype, rows_RI)
+    out_RO = vary_as(jnp.zeros((rows_RI.shape[0], weight_EIO.shape[2]), rows_RI.dtype), rows_RI)
 
     def multiply(turn: Array, out_RO: Array) -> Array:
         return _put(out_RO, jnp.matmul(_rows(rows_RI, blocks, turn), _weights(weight_EIO, blocks, turn)), turn)
@@ -78,9 +83,10 @@ def grouped_weight_gradient(rows_RI: Array, grad_RO: Array, blocks: Blocks, grou
     if _by_kernel(rows_RI, blocks, *shape[1:]):
         from megajax.core.kernels import grouped
 
-        ends_E = _group_ends(blocks, groups)
+        group_M, used = blocks.numbers
+        ends_E = jnp.minimum(_places_in(group_M, groups), used)  # the block after each group's last one
         starts_E = jnp.concatenate([jnp.zeros_like(ends_E[:1]), ends_E[:-1]])
-        return _alike(grouped.weight_gradient(rows_RI, grad_RO, starts_E, ends_E, rows_RI.dtype), rows_RI)
+        return vary_as(grouped.weight_gradient(rows_RI, grad_RO, starts_E, ends_E, rows_RI.dtype), rows_RI)
 
     def add(turn: Array, total_EIO: Array) -> Array:
         rows_GNI, grads_GNO = (_rows(x, blocks, turn) for x in (rows_RI, grad_RO))
@@ -90,7 +96,7 @@ def grouped_weight_gradient(rows_RI: Array, grad_RO: Array, blocks: Blocks, grou
             return total_EIO.at[group_G[0]].add(product_GIO[0])
         return total_EIO.at[group_G].add(product_GIO, indices_are_sorted=True, unique_indices=False)
 
-    return _for_turns(blocks, add, _zeros(shape, dtype, rows_RI)).astype(rows_RI.dtype)
+    return _for_turns(blocks, add, vary_as(jnp.zeros(shape, dtype), rows_RI)).astype(rows_RI.dtype)
 
 
 def kernels_can(dtype: Any, block: int, *widths: int) -> bool:
@@ -107,25 +113,13 @@ def _by_kernel(rows_R: Array, blocks: Blocks, *widths: int) -> bool:
 def _kernel_product(rows: Array, weight: Array, blocks: Blocks, dtype: Any = None, *, turned: bool = False) -> Array:
     from megajax.core.kernels import grouped  # JAX 0.10 lacks what it imports
 
-    group_M, used = blocks.group_MG.astype(jnp.int32).reshape(-1), blocks.used.astype(jnp.int32)
-    return _alike(grouped.grouped_product(rows, weight, group_M, used, dtype or rows.dtype, turned=turned), rows)
-
-
-def _group_ends(blocks: Blocks, groups: int) -> Array:
-    """The block after each group's last one, int32."""
-    group_M, used = blocks.group_MG.astype(jnp.int32).reshape(-1), blocks.used.astype(jnp.int32)
-    after_E = _places_in(group_M, groups)
-    return jnp.minimum(after_E, used)
+    return vary_as(grouped.grouped_product(rows, weight, *blocks.numbers, dtype or rows.dtype, turned=turned), rows)
 
 
 def _places_in(sorted_N: Array, count: int) -> Array:
     """How many of these numbers are at most 0, 1, …, int32 [count]; by comparing all, since a search is a loop."""
     numbers = jnp.arange(count, dtype=jnp.int32)
     return jnp.searchsorted(sorted_N, numbers, side="right", method="compare_all").astype(jnp.int32)
-
-
-def _alike(x: Array, like: Array) -> Array:
-    return vary(x, sorted(varying_axes(like)))
 
 
 def _for_turns(blocks: Blocks, body: Any, start: Array) -> Array:
@@ -154,19 +148,15 @@ def _put(out_RO: Array, product_GNO: Array, turn: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(out_RO, product_RO, turn * product_RO.shape[0], 0)
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
-    return _alike(jnp.zeros(shape, dtype), like)
-
-
 def group_biased(y: Array, bias_EO: Array, blocks: Blocks | None = None) -> Array:
     """Outputs [E, N, O], or [R, O] in blocks, each with its group's bias; blocks without rows have none, so that their
     gradients are in no sum."""
     if blocks is None:
         return y + bias_EO[:, None]
-    group_M = blocks.group_MG.astype(jnp.int32).reshape(-1)
+    group_M, used = blocks.numbers
     wide_EO = bias_EO.astype(at_least_fp32(y.dtype))  # so that its gradient is a sum of that dtype
     of_block_MO = jnp.take(wide_EO, group_M, axis=0, mode="clip", indices_are_sorted=True).astype(y.dtype)
-    used_M = jnp.arange(group_M.shape[0], dtype=jnp.int32) < blocks.used.astype(jnp.int32)
+    used_M = jnp.arange(group_M.shape[0], dtype=jnp.int32) < used
     of_block_MO = jnp.where(used_M[:, None], of_block_MO, jnp.zeros((), y.dtype))
     return (y.reshape(*of_block_MO.shape[:1], -1, y.shape[1]) + of_block_MO[:, None]).reshape(y.shape)
 
@@ -207,7 +197,7 @@ def multiplied_by_group(rows: Scaled, weight: Scaled, dtype: Any, blocks: Blocks
         return multiplied(rows, weight, dtype, batch=1)
     if _by_kernel(rows.values, blocks, *weight.values.shape[1:]):
         out_RO = _kernel_product(rows.values, weight.values, blocks, dtype, turned=True)
-        group_M = blocks.group_MG.astype(jnp.int32).reshape(-1)
+        group_M, _ = blocks.numbers
         of_block_MO = jnp.take(weight.scale, group_M, axis=0, mode="clip", indices_are_sorted=True)
         out_MNO = out_RO.reshape(len(group_M), -1, out_RO.shape[1]) * of_block_MO[:, None].astype(dtype)
         return out_MNO.reshape(out_RO.shape) * rows.scale[:, None].astype(dtype)
@@ -217,5 +207,5 @@ def multiplied_by_group(rows: Scaled, weight: Scaled, dtype: Any, blocks: Blocks
         weights = Scaled(*(_weights(each, blocks, turn) for each in weight))
         return _put(out_RO, multiplied(own, weights, dtype, batch=1), turn)
 
-    out_RO = _zeros((rows.values.shape[0], weight.values.shape[1]), dtype, rows.values)
+    out_RO = vary_as(jnp.zeros((rows.values.shape[0], weight.values.shape[1]), dtype), rows.values)
     return _for_turns(blocks, multiply, out_RO)

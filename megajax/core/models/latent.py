@@ -110,9 +110,8 @@ class LatentAttention(nnx.Module):
             return x_BTHK
         assert context.position_BT is not None
         plain_BTHN, rotary_BTHP = jnp.split(x_BTHK, [x_BTHK.shape[-1] - self.config.rotary_size], axis=-1)
-        return jnp.concatenate(
-            [plain_BTHN, rotated(rotary_BTHP, context.position_BT, self.config, context.windowed)], axis=-1
-        )
+        turned_BTHP = rotated(rotary_BTHP, context.position_BT, self.config, context.windowed)
+        return jnp.concatenate([plain_BTHN, turned_BTHP], axis=-1)
 
     def _keys_and_values(self, latent_BTL: Array, context: Context) -> tuple[Array, Array]:
         """Keys and values of this device's heads, of this context rank's tokens; or of all tokens, if keys would be

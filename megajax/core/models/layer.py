@@ -22,7 +22,7 @@ from megajax.core.models.delta import DeltaAttention
 from megajax.core.models.experts import Mixture
 from megajax.core.models.latent import LatentAttention
 from megajax.core.models.mlp import MLP
-from megajax.core.models.norms import norm_of
+from megajax.core.models.norms import LayerNorm, norm_of
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.random import NamedKey
 from megajax.core.parallel.sites import named
@@ -75,14 +75,15 @@ class Block(nnx.Module):
         name, token_T = partial(named, split=self.boundary.split), self.boundary.token_index(x_BTD)
 
         def of_matrices(function: Callable[..., Array], *xs_BTD: Array) -> Array:
-            """In this form XLA for GPUs adds `x` in the product that comes before, if there is no dropout between them,
-            and does not copy `x` first."""
-            if self.boundary.split or self.dropout:
+            """A function of rows, of matrices [B · T, D]: XLA for GPUs then adds a residual in the product before, does
+            not copy it for that, and has cuDNN compute the LayerNorm behind it."""
+            if self.boundary.split or self.dropout:  # the addition does not follow the product
                 return function(*xs_BTD)
             return function(*(x_BTD.reshape(-1, x_BTD.shape[-1]) for x_BTD in xs_BTD)).reshape(xs_BTD[0].shape)
 
         def norm(x_BTD: Array, site: str, called: str = "") -> Array:
-            return name(of_matrices(getattr(self, site), x_BTD), called or site)
+            run = getattr(self, site)
+            return name(of_matrices(run, x_BTD) if isinstance(run, LayerNorm) else run(x_BTD), called or site)
 
         def branch(x_BTD: Array, part: str, run: Callable[[Array], tuple[Array, Aux]]) -> tuple[Array, Aux]:
             """A part of the layer with its norms, and dropout."""

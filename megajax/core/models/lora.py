@@ -40,13 +40,14 @@ class Adapters:
     def __init__(self, lora: LoraConfig, config: ModelConfig, model: StagedModel):
         self._scale = lora.alpha / lora.rank
         wanted = lora.products(config)
-        names = {path: self._name_of(path, model.logical_specs) for path in model.products}
+        dims = flatten_dict(model.logical_specs[_BLOCKS])
+        # As in `LORA_TARGETS`.
+        names = {path: f"expert_{path[-2]}" if "experts" in dims[path] else path[-2] for path in model.products}
         self.products = tuple(sorted(path[:-1] for path, name in names.items() if name in wanted))
         shapes, specs = self.part(model.shapes), self.part(model.logical_specs)
         # Every product has an activation between tensor-parallel regions, or a latent, as its input or its output.
         self.num_inner = jax.tree.map(
-            lambda spec: 1 if "experts" in spec or spec[1] in {"embed", *LATENTS} else len(spec) - 2,
-            specs,
+            lambda spec: 1 if "experts" in spec or spec[1] in {"embed", *LATENTS} else len(spec) - 2, specs
         )
 
         def pair_of(dims: tuple[Any, ...], inner: int, spec: PartitionSpec, rank: Any) -> dict[str, tuple[Any, ...]]:
@@ -64,12 +65,6 @@ class Adapters:
 
         self.shapes = jax.tree.map(shapes_of, shapes, self.num_inner, specs)
         self.logical_specs = jax.tree.map(specs_of, specs, self.num_inner)
-
-    @staticmethod
-    def _name_of(path: tuple[str, ...], specs: Tree) -> str:
-        """The name, as in `LORA_TARGETS`, of the product whose weight is at this path in a layer."""
-        of_experts = "experts" in flatten_dict(specs[_BLOCKS])[path]
-        return f"expert_{path[-2]}" if of_experts else path[-2]
 
     def init(self, seed: int) -> Tree:
         """Fresh adapters in fp32: A as `peft` draws it, uniform up to 1 / sqrt(I) (Kaiming with slope sqrt(5)), B zero.
@@ -97,17 +92,14 @@ class Adapters:
         flat = flatten_dict(tree[_BLOCKS])
         return {_BLOCKS: unflatten_dict({path: flat[*path, "weight"] for path in self.products})}
 
-    def of(self, path: Any) -> dict[str, Any] | None:
-        """Paths, in the tree of weights, of the adapter for the weight at `path`; None if it has
-        none."""
+    def of(self, path: Any) -> tuple[dict[str, Any], int] | None:
+        """Paths, in the tree of weights, of the adapter for the weight at `path`, and the number of input dims of its
+        product; None if it has none."""
         names = tuple(str(key.key) for key in path)
         if names[0] != _BLOCKS or names[-1] != "weight" or names[1:-1] not in self.products:
             return None
-        return {name: tuple(map(jax.tree_util.DictKey, (LORA, *names[:-1], name))) for name in "ab"}
-
-    def inner_of(self, path: Any) -> int:
-        """Number of input dims of the product whose weight is at `path`."""
-        return flatten_dict(self.num_inner)[tuple(key.key for key in path[:-1])]
+        pair = {name: tuple(map(jax.tree_util.DictKey, (LORA, *names[:-1], name))) for name in "ab"}
+        return pair, flatten_dict(self.num_inner)[names[:-1]]
 
     def put(self, tree: Tree, part: Tree) -> Tree:
         """A tree with the structure of the weights, with the entries of adapted products replaced by `part`."""

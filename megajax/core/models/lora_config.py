@@ -79,8 +79,5 @@ def product_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     return (
         {name: min(sizes[name] for sizes in kinds if name in sizes) for name in {**kinds[0], **kinds[-1]}}
         | {name: (hidden, size) for name, size in columns.items()}
-        | {
-            "down": (inner, hidden),
-            "expert_down": (model.expert_size, hidden),
-        }
+        | {"down": (inner, hidden), "expert_down": (model.expert_size, hidden)}
     )

@@ -52,35 +52,38 @@ class MLP(nnx.Module):
         names = ("mlp_up",) if self.gate is None else ("mlp_gate", "mlp_up")
         inner = column_parallel(x_BTD, *self.products["mlp_input"], name="mlp_input", factors=context.factors)
         inner = [named(y_BTF, name, split=2) for y_BTF, name in zip(inner, names, strict=True)]
-        inner_BTF = activated(inner, self.config, self.backend, in_product=self.up.is_plain)
+        plain, scaled = self.up.is_plain, self.up.copies is not None
+        inner_BTF = activated(inner, self.config, self.backend, in_product=plain, scaled=scaled)
         inner_BTF = named(inner_BTF, "mlp_activation", split=2)
         return named(self.down(inner_BTF, "mlp_output", context.factors), "mlp_output", self.boundary.split), {}
 
 
-def activated(inner: Sequence[Array], config: ModelConfig, backend: Backend, *, in_product: bool = False) -> Array:
-    """A model's activation of one product, or of that with the gate matrix and another. `in_product` says that the one
-    is plain (`ColumnParallelLinear.is_plain`)."""
-    if backend.gelu_of_gpus and config.activation == "gelu-tanh":
+def activated(
+    inner: Sequence[Array], config: ModelConfig, backend: Backend, *, in_product: bool = False, scaled: bool = False
+) -> Array:
+    """A model's activation of one product, or of that with the gate matrix and another. Only these are saved for its
+    gradient. `in_product` says that the one is plain (`ColumnParallelLinear.is_plain`), `scaled` that they are in 8
+    bits."""
+    if backend.forms_of_gpus and config.activation == "gelu-tanh":
         return gelu_of_gpus(*inner, in_product)
-    values = [getattr(config, name) for name in _OPTIONS.get(config.activation, ())]
-    return ACTIVATIONS[config.activation](*inner, *values)
+    values = {name: getattr(config, option) for name, option in _OPTIONS.get(config.activation, {}).items()}
+    function = partial(ACTIVATIONS[config.activation], **values)
+    # With a barrier before the activation in the backward pass, XLA would write the products again with their scales.
+    return jax.checkpoint(function, prevent_cse=not (scaled and backend.forms_of_gpus))(*inner)
 
 
-@jax.checkpoint
 def geglu_tanh(gate_BTF: Array, up_BTF: Array) -> Array:
     """`GeLU(gate) * up`, with GeLU as in `gelu_tanh`."""
     dtype = at_least_fp32(gate_BTF.dtype)
     return (jax.nn.gelu(gate_BTF.astype(dtype), approximate=True) * up_BTF.astype(dtype)).astype(gate_BTF.dtype)
 
 
-@jax.checkpoint
 def gated(gate_BTF: Array, up_BTF: Array) -> Array:
     """`SiLU(gate) * up`, where SiLU is `x sigmoid(x)`."""
     dtype = at_least_fp32(gate_BTF.dtype)
     return (jax.nn.silu(gate_BTF.astype(dtype)) * up_BTF.astype(dtype)).astype(gate_BTF.dtype)
 
 
-@partial(jax.checkpoint, static_argnums=(2, 3))
 def gated_in_limits(gate_BTF: Array, up_BTF: Array, alpha: float, limit: float) -> Array:
     """`gate sigmoid(alpha gate) * (up + 1)`, with `gate` clamped to at most `limit` first, and `up` to between -`limit`
     and `limit`, as in GPT-OSS."""
@@ -91,7 +94,6 @@ def gated_in_limits(gate_BTF: Array, up_BTF: Array, alpha: float, limit: float) 
     return (gate * jax.nn.sigmoid(factor * gate) * (up + one)).astype(gate_BTF.dtype)
 
 
-@jax.checkpoint
 def gelu_tanh(x_BTF: Array) -> Array:
     """GeLU as in GPT-2, approximated with tanh."""
     wide_BTF = x_BTF.astype(at_least_fp32(x_BTF.dtype))  # its cube overflows fp16
@@ -102,8 +104,8 @@ def gelu_tanh(x_BTF: Array) -> Array:
 def gelu_of_gpus(x_BTF: Array, in_product: bool) -> Array:
     """The same function as `x sigmoid(2 u)`, where tanh is that of u; or `in_product` in the form that XLA recognizes
     after a product in bf16 and computes as a part of it, in fp32. Anywhere else that form would be rounded after every
-    operation."""
-    if in_product and x_BTF.dtype == jnp.bfloat16:
+    operation, as after one of a single row."""
+    if in_product and x_BTF.dtype == jnp.bfloat16 and any(size != 1 for size in x_BTF.shape[:-1]):
         return jax.nn.gelu(x_BTF, approximate=True)
     x = x_BTF.astype(at_least_fp32(x_BTF.dtype))
     return (x * jax.nn.sigmoid(x * (_SLOPE + _CUBIC * jnp.square(x)))).astype(x_BTF.dtype)
@@ -150,4 +152,4 @@ def _normal_distribution(x_BTF: Array) -> Array:
 
 ACTIVATIONS.update({"gelu": gelu, "gelu-tanh": gelu_tanh, "swiglu": gated, "geglu-tanh": geglu_tanh})
 ACTIVATIONS["swiglu-clamped"] = gated_in_limits
-_OPTIONS = {"swiglu-clamped": ("swiglu_alpha", "swiglu_limit")}  # whose values it takes
+_OPTIONS = {"swiglu-clamped": {"alpha": "swiglu_alpha", "limit": "swiglu_limit"}}  # whose values it takes

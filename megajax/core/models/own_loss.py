@@ -21,7 +21,7 @@ from megajax.core.models.context import Context
 from megajax.core.models.family import Batch
 from megajax.core.parallel import vocabulary
 from megajax.core.parallel.boundary import RegionBoundary
-from megajax.core.parallel.collectives import entry_axes, gather_shards, vary, varying_axes
+from megajax.core.parallel.collectives import entry_axes, gather_shards, vary_as, varying_axes
 from megajax.core.parallel.sites import named
 from megajax.core.precision import at_least_fp32
 
@@ -235,7 +235,7 @@ class WithLoss:
             right = boundary.once(right)
         else:
             values, right = jax.tree.map(boundary.in_places, (values, right))
-        return self.model.scores(x_BTD, batch) | _with_type(values, right)
+        return self.model.scores(x_BTD, batch) | {name: (x, vary_as(right, x)) for name, x in values.items()}
 
     def _values(self, x_BTD: Array, batch: Batch) -> dict[str, Array]:
         boundary = self.model.boundary
@@ -245,8 +245,3 @@ class WithLoss:
 
 def _constant(size: int, length: int) -> int:
     return size
-
-
-def _with_type(values: dict[str, Array], right: Array) -> dict[str, tuple[Array, Array]]:
-    """Values, each with an array that varies over the same axes."""
-    return {name: (x, vary(right, sorted(varying_axes(x)))) for name, x in values.items()}

@@ -3,7 +3,7 @@
 Letters: B batch, T tokens, D model, E experts, K experts per token.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
 from megajax.core.models.remat import CHOICE
 from megajax.core.parallel.boundary import RegionBoundary
-from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.collectives import vary_as
 from megajax.core.parallel.layers import normal, param
 from megajax.core.parallel.random import NamedKey
 from megajax.core.parallel.sites import named
@@ -27,10 +27,7 @@ from megajax.core.trees import Tree
 LOAD = "expert_load"  # how many tokens of the step chose each expert of each layer, int32 [L, E]
 COUNTS = LOAD, "experts_dropped"  # the figures that are whole numbers
 
-_SCORES: Mapping[str, Callable[[Array], Array]] = {
-    "softmax": jax.nn.softmax,
-    "sigmoid": jax.nn.sigmoid,
-}  # over the last dim
+_SCORES = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}  # over the last dim
 
 
 class Routing(NamedTuple):
@@ -76,9 +73,8 @@ class Router(nnx.Module):
             share_BTK = share_BTK / jnp.where(real_BT1, total_BT1, jnp.ones((), dtype))
         if config.share_scale != 1:
             share_BTK = share_BTK * jnp.asarray(config.share_scale, dtype)
-        count_BE = jnp.sum(
-            jax.nn.one_hot(chosen_BTK, config.num_experts, dtype=jnp.int32), axis=(1, 2), dtype=jnp.int32
-        )
+        is_chosen_BTKE = jax.nn.one_hot(chosen_BTK, config.num_experts, dtype=jnp.int32)
+        count_BE = jnp.sum(is_chosen_BTKE, axis=(1, 2), dtype=jnp.int32)
         balance_B = self._imbalance(share_BTE, count_BE, real_B)
         z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
         z_B = jnp.sum(jnp.where(real_BT1[..., 0], z_BT, jnp.zeros((), dtype)), axis=1) / real_B
@@ -140,7 +136,7 @@ def _attach(y_BTD: Array, loss_B: Array, weight: Array) -> tuple[Array, tuple[Ar
 
 def _detach(residuals: tuple[Array, Array], grad_BTD: Array) -> tuple[Array, Array, Array]:
     loss_B, weight = residuals
-    grad_B = vary(jnp.broadcast_to(weight.astype(loss_B.dtype), loss_B.shape), sorted(varying_axes(loss_B)))
+    grad_B = vary_as(jnp.broadcast_to(weight.astype(loss_B.dtype), loss_B.shape), loss_B)
     return grad_BTD, grad_B, jnp.zeros_like(weight)
 
 

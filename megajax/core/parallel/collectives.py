@@ -238,8 +238,6 @@ def there(axes: Axes) -> Axes:
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which an array, a tracer, or an abstract value varies."""
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
-    if hasattr(aval, "vma"):  # JAX < 0.10
-        return aval.vma
     return aval.manual_axis_type.varying
 
 
@@ -253,7 +251,12 @@ def vary(tree: Any, axes: Sequence[str]) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def vary_as(tree: Any, *like: Any) -> Any:
+    """`vary` over all mesh axes over which any leaf of `like` varies."""
+    return vary(tree, sorted(frozenset[str]().union(*map(varying_axes, jax.tree.leaves(like)))))
+
+
 def zeros_like_type(shape_dtype: Any, leading: tuple[int, ...] = ()) -> Array:
     """Zeros with the dtype and varying axes of `shape_dtype`, its shape prefixed by `leading`."""
     zeros = jnp.zeros((*leading, *shape_dtype.shape), shape_dtype.dtype)
-    return vary(zeros, sorted(varying_axes(shape_dtype)))
+    return vary_as(zeros, shape_dtype)

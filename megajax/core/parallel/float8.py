@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from megajax.core.parallel.collectives import TENSOR, axis_index, axis_size, g, max_over, vary, varying_axes
+from megajax.core.parallel.collectives import TENSOR, axis_index, axis_size, g, max_over, vary_as
 from megajax.core.parallel.products import Rule
 
 _INFINITE = 0x7F80_0000  # bits of fp32: those of NaN are larger
@@ -190,7 +190,7 @@ def _of_all(grad: Array, parts: int) -> Array:
     place = grad.ndim - 2
     own = axis_index(TENSOR) * parts // axis_size(TENSOR)
     shape = (*grad.shape[:place], parts, grad.shape[-1])
-    nothing = vary(jnp.zeros(shape, grad.dtype), sorted(varying_axes(grad)))
+    nothing = vary_as(jnp.zeros(shape, grad.dtype), grad)
     total = g(lax.dynamic_update_slice_in_dim(nothing, grad, own, place))
     return lax.dynamic_slice_in_dim(total, own, 1, place)
 

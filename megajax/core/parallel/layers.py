@@ -242,7 +242,7 @@ def _biased(linear: "ColumnParallelLinear | ReplicatedLinear", y: Array) -> Arra
         return y
     bias = linear.own(linear.bias[...], 0)
     flat = y.reshape(*y.shape[: y.ndim - bias.ndim], -1)
-    return (flat + spread(bias, flat, by_bits=linear.backend.sums_by_bits)).reshape(y.shape)
+    return (flat + spread(bias, flat, by_bits=linear.backend.forms_of_gpus)).reshape(y.shape)
 
 
 class RowParallelLinear(_DenseLayer):
@@ -256,5 +256,5 @@ class RowParallelLinear(_DenseLayer):
         (product_BTD,) = deferred(name, (y,), multiply([self], y, defers=factors is not None), factors)
         # As a matrix: XLA for GPUs then adds the bias and the residual in the product.
         y = self.boundary.leave(product_BTD if self.boundary.split else product_BTD.reshape(-1, product_BTD.shape[-1]))
-        y = y if self.bias is None else y + spread(self.bias[...], y, by_bits=self.backend.sums_by_bits)
+        y = y if self.bias is None else y + spread(self.bias[...], y, by_bits=self.backend.forms_of_gpus)
         return y if self.boundary.split else y.reshape(product_BTD.shape)

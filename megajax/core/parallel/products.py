@@ -149,7 +149,7 @@ def spread(weight: Array, like: Array, *, by_bits: bool = False) -> Array:
     """A weight [*M] for each of the first dims of `like`, [*B, *M] or [*B, M]. Its gradient is summed in at least fp32:
     JAX would sum in the compute dtype. In parts (`fixed_tree.py`), those of a weight that all of them share are sums
     over the tokens of each part, whether it has only these or all, and are added up in the tree. `by_bits`: see
-    `Backend.sums_by_bits`."""
+    `Backend.forms_of_gpus`."""
     return _spread(ranks_in_parts(), by_bits, weight, like)
 
 

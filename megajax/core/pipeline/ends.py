@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict
 from jax import Array
 
 from megajax.core.axes import BATCH_AXES
-from megajax.core.parallel.collectives import PIPE, broadcast_stage, vary, varying_axes
+from megajax.core.parallel.collectives import PIPE, broadcast_stage, vary, vary_as
 from megajax.core.parallel.shards import Shards
 from megajax.core.pipeline.buffers import stored, taken, when
 from megajax.core.pipeline.model import Batch, Figures, LoopModel
@@ -167,7 +167,7 @@ class EmbeddingAndHead:
         coefficient = self.coefficients[name]
         scale = jnp.zeros(()) if coefficient == 0 else self.loss_scale
         scale = scale if coefficient in (0, 1) else scale * jnp.asarray(coefficient, scale.dtype)
-        return vary(scale.astype(loss.dtype), sorted(varying_axes(loss)))
+        return vary_as(scale.astype(loss.dtype), loss)
 
     def _add(self, sums: Sums, grads: Tree) -> Sums:
         """Add gradients of gathered weights to the sums, which are sharded like the stored weights, if there are any: a

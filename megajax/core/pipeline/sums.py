@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.core.parallel.checksum import checksum
-from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.collectives import vary, vary_as, varying_axes
 from megajax.core.parallel.integer_sums import floats, integers, not_summed
 from megajax.core.pipeline.model import Factors
 from megajax.core.precision import at_least_fp32
@@ -33,23 +33,18 @@ class Summation(Protocol):
 
     def zeros(self, weights: dict[Path, Array]) -> Gradients:
         """Sums of nothing, of the gradients of weights."""
-        ...
 
     def terms(self, gradients: Gradients) -> Gradients:
         """Gradients of a microbatch as what is summed."""
-        ...
 
     def no_loss(self) -> Array:
         """A sum of no losses."""
-        ...
 
     def loss(self, loss: Array) -> Array:
         """A microbatch's loss as what is summed."""
-        ...
 
     def figures(self, figures: dict[str, Array]) -> dict[str, Array]:
         """A layer's figures as what is summed."""
-        ...
 
 
 class Floats(NamedTuple):
@@ -127,7 +122,7 @@ def _checksum(terms: Gradients) -> Gradients:
 
 
 def _zeros(like: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    return vary(jnp.zeros(shape, dtype), sorted(varying_axes(like)))
+    return vary_as(jnp.zeros(shape, dtype), like)
 
 
 class Reduction(Protocol):
@@ -135,15 +130,12 @@ class Reduction(Protocol):
 
     def on_stage(self, gradients: Gradients) -> Gradients:
         """Over the devices that share a stage, one large weight after the other."""
-        ...
 
     def over_stages(self, gradients: Gradients) -> Gradients:
         """Of what `on_stage` made of the ends'."""
-        ...
 
     def everywhere(self, gradients: Gradients) -> Gradients:
         """Of the ends', at once."""
-        ...
 
 
 class Last(NamedTuple):

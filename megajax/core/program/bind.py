@@ -21,7 +21,7 @@ from megajax.core.models.remat import POLICIES
 from megajax.core.models.staged import StagedModel, of_kind
 from megajax.core.optim.adam import initial_norms
 from megajax.core.parallel import sites
-from megajax.core.parallel.collectives import PIPE, TENSOR, axis_index, complete, vary, varying_axes
+from megajax.core.parallel.collectives import PIPE, TENSOR, axis_index, complete, vary, vary_as
 from megajax.core.parallel.integer_sums import bound_exponent, digit_bits
 from megajax.core.parallel.products import Factors
 from megajax.core.parallel.random import Dropout
@@ -90,7 +90,7 @@ class BoundModel:
         with sites.at(layer, context.row_B, self._tokens()):
             block = self.staged.layers[self.kind].block(weights)
             y_BTD, figures = block(x_BTD, dataclasses.replace(context, factors=factors), layer)
-        return y_BTD, vary(self.summation.figures(figures), sorted(varying_axes(x_BTD)))
+        return y_BTD, vary_as(self.summation.figures(figures), x_BTD)
 
     @jax.named_scope("head")
     def head(
@@ -103,7 +103,7 @@ class BoundModel:
             further, figures = self.staged.predictions(shared, x_BTD, batch, context)
         totals |= further
         means = {name: total / jnp.maximum(self.counts[name], 1).astype(total.dtype) for name, total in totals.items()}
-        return means, vary(figures, sorted(varying_axes(x_BTD)))
+        return means, vary_as(figures, x_BTD)
 
     def with_ends(self, function: Callable, shared: Tree, *args: Any, columns: bool = False) -> Tree:
         """See `LoopModel`."""
@@ -200,10 +200,10 @@ def _pipeline(
         given = jax.tree.map(lambda copy: copy.reshape(-1, *copy.shape[3:]), made)
         storage: Shards = Shards(copies.shardings(of_kind(of_layers, kind)))
         products: Products = staged.layers[kind]
-        function: LayerFunction = dataclasses.replace(model, kind=kind).layer
+        of_layer = dataclasses.replace(model, kind=kind)
+        function: LayerFunction = of_layer.layer
         if isinstance(loop_model, ModelInParts):
             forms = loop_model.forms | {"blocks": of_kind(loop_model.forms["blocks"], kind)}
-            of_layer = dataclasses.replace(model, kind=kind)
             products = dataclasses.replace(loop_model, model=of_layer, forms=forms, kind=kind)
             storage, function = ShardsInParts(storage.shardings, forms["blocks"], *size), products.layer
         function = rematerialized(function, POLICIES.get(config.train.remat), prevent_cse=unroll)

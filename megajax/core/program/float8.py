@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from megajax.core.models.config import ModelConfig
-from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.collectives import vary_as
 from megajax.core.parallel.float8 import FLOAT8, Copies, copies_of
 from megajax.core.parallel.shards import NOT_SHARDED
 from megajax.core.program.weight import Weight
@@ -46,7 +46,7 @@ class LayerCopies:
         for path, weight in self._weights.items():
             place, axes = (*path[:-1], FLOAT8), weight.axes_of_sides
             copies = made.get(place) or self._copies(weight, flat[path], axes)
-            flat[place] = vary(copies, sorted(varying_axes(flat[path])))._replace(wide=wide)
+            flat[place] = vary_as(copies, flat[path])._replace(wide=wide)
         return unflatten_dict(flat)
 
     def shardings(self, shardings: Tree) -> Tree:

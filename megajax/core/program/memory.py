@@ -51,7 +51,7 @@ def kept_bytes(layout: StateLayout) -> dict[str, int]:
     others = {"average": (state.average, specs.average), "float8 copies": (state.copies, specs.copies)}
     return {
         "weights": _local_bytes(layout, state.params, specs.params),
-        "main weights": 0 if state.main is None else _local_bytes(layout, state.main, specs.main),
+        "main weights": _local_bytes(layout, state.main, specs.main),
         "moments": _local_bytes(layout, state.optimizer, specs.optimizer),
     } | {name: _local_bytes(layout, *each) for name, each in others.items() if each[0]}
 

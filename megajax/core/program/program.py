@@ -54,11 +54,7 @@ class Program:
     """
 
     def __init__(
-        self,
-        config: StepConfig,
-        mesh: Mesh,
-        backend: Backend | None = None,
-        operand_dtype: DTypeLike | None = None,
+        self, config: StepConfig, mesh: Mesh, backend: Backend | None = None, operand_dtype: DTypeLike | None = None
     ):
         self.config, self.mesh = config, mesh
         self.operand_dtype = operand_dtype or OPERAND_DTYPE.get(config.precision)
@@ -196,8 +192,9 @@ class Program:
     @property
     def options(self) -> dict[str, int | bool | str]:
         """Compiler options of the train step, without those that the user has set."""
-        zeros = self.backend.unmerged + (self.backend.apart if self.ticks_at_once > 1 else ())
-        chosen: dict[str, int | bool | str] = dict.fromkeys(zeros, 0)
+        chosen: dict[str, int | bool | str] = dict(self.backend.always)
+        if self.ticks_at_once > 1:
+            chosen |= dict.fromkeys(self.backend.apart, 0)
         if not scans_layers(self.config, self.backend) and self.config.train.remat != "stage":
             chosen |= dict.fromkeys(self.backend.unrolled, True)
         chosen |= self._same_bits

@@ -39,10 +39,9 @@ class GradientReduction:
 
     def on_stage(self, gradients: Gradients) -> Gradients:
         """Sums over all axes but `pipe`, in turn."""
-        return _in_turn(self.program, gradients, self._on_stage, {})[0] if gradients else {}
-
-    def _on_stage(self, gradients: Gradients) -> Gradients:
-        return self.everywhere(gradients, PIPE)
+        if not gradients:
+            return {}
+        return _in_turn(self.program, gradients, lambda some: self.everywhere(some, PIPE), {})[0]
 
     def over_stages(self, gradients: Gradients, *but: str) -> Gradients:
         """Sums of shards over all axes over which they vary but some; while recording, every one is checked."""

@@ -57,23 +57,24 @@ def logits_of_rows(program: Program, params: Tree, batch: Batch) -> Array:
         result = ends.logits(x_BTD)
         return result[0] if isinstance(result, tuple) else result  # BERT also returns the logits of the order
 
-    result = _forward(program, params, _without_targets(program, batch), head, columns=True)
-    result = complete(result, PartitionSpec(None, ROW_AXES, None, vocabulary_axes(program.config)))
-    return result.reshape(-1, *result.shape[2:])
+    return _columns(program, params, batch, head)
 
 
 def _next_logits(program: Program, params: Tree, batch: Batch, place: Array) -> Array:
     def head(ends: Any, x_BTD: Array, _: Batch) -> Array:
         return ends.logits(lax.dynamic_slice_in_dim(x_BTD, place, 1, axis=1))[:, 0]
 
-    result = _forward(program, params, _without_targets(program, batch), head, columns=True)
-    result = complete(result, PartitionSpec(None, ROW_AXES, vocabulary_axes(program.config)))
-    return result.reshape(-1, result.shape[-1])
+    return _columns(program, params, batch, head)
 
 
-def _without_targets(program: Program, batch: Batch) -> Batch:
-    """The batch without what tells padding from prompts: the logits of any token may be wanted."""
-    return {name: array for name, array in batch.items() if name not in program.form.targets.values()}
+def _columns(program: Program, params: Tree, batch: Batch, head: Callable[[Any, Array, Batch], Array]) -> Array:
+    """This device's columns of logits, [B, …], without what tells padding from prompts: those of any token may be
+    wanted."""
+    batch = {name: array for name, array in batch.items() if name not in program.form.targets.values()}
+    result = _forward(program, params, batch, head, columns=True)
+    between = [None] * (result.ndim - 3)
+    result = complete(result, PartitionSpec(None, ROW_AXES, *between, vocabulary_axes(program.config)))
+    return result.reshape(-1, *result.shape[2:])
 
 
 def _forward(

@@ -11,14 +11,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from megajax.core.config import StepConfig
-from megajax.core.mesh import (
-    local_shape,
-    matrix_dims,
-    mesh_spec,
-    needs_tensor_sum,
-    sharded_spec,
-    zero_sharding,
-)
+from megajax.core.mesh import local_shape, matrix_dims, mesh_spec, needs_tensor_sum, sharded_spec, zero_sharding
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.freeze import is_head
 from megajax.core.models.lora import LORA, Adapters

@@ -35,7 +35,7 @@ DOCUMENTS = np.concatenate([np.arange(50), np.arange(LENGTH - 50)])[None].astype
 
 def _at(*starts: int) -> Pieces:
     """Pieces of which only the device knows where they start."""
-    return Pieces(None, jnp.asarray(starts, jnp.int32))
+    return Pieces(jnp.asarray(starts, jnp.int32))
 
 
 # What a query sees, where queries and keys stand, and how many of both there are.

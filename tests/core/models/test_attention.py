@@ -190,7 +190,7 @@ def test_what_cudnn_is_asked_for():
     assert not asks_cudnn(CAUSAL.in_documents(np.zeros((BATCH, 16), np.int32)))
     assert asks_cudnn(AttentionMask(causal=True, window=3), window=3)
     assert not asks_cudnn(AttentionMask(window=3))
-    assert not asks_cudnn(CAUSAL, Places(queries=Pieces((16,))))
+    assert not asks_cudnn(CAUSAL, Places(queries=Pieces(jnp.asarray([16], jnp.int32))))
 
 
 def test_a_gpu_is_imagined_for_a_while():
@@ -233,8 +233,7 @@ def test_a_mask_is_every_limit_at_once(limit):
 
 
 @pytest.mark.parametrize("limit", [full("padding"), "documents", full("causal window")])
-@pytest.mark.parametrize("dynamic", [full(False), True], ids=["static", "dynamic"])
-def test_queries_may_stand_anywhere(limit, dynamic):
+def test_queries_may_stand_anywhere(limit):
     """Two devices, each with two pieces of the queries and all keys, in another order than the sequence's: together
     they give attention of the whole sequence and its gradients, with dropout."""
     length, piece = 320, 80
@@ -242,10 +241,10 @@ def test_queries_may_stand_anywhere(limit, dynamic):
     q, k, v, grad = (jnp.asarray(rng.normal(size=(BATCH, length, HEADS, HEAD_SIZE)), jnp.float32) for _ in range(4))
     drop_BH = Dropout.at(0.3, 0, jnp.int32(0), jnp.arange(BATCH * HEADS).reshape(BATCH, -1))
 
-    @partial(jax.jit, static_argnums=2)
-    def attention(start_P, queries_T, starts, q, k, v, grad):
+    @jax.jit
+    def attention(start_P, queries_T, q, k, v, grad):
         seen = visible.of_queries(lambda x_BT: x_BT[:, queries_T])
-        places = Places(Pieces(starts, start_P), Pieces((length,)))
+        places = Places(Pieces(start_P), Pieces(jnp.asarray([length], jnp.int32)))
 
         def run(q, k, v):
             return blocked_attention(OWN_KEYS, SMALL, q, k, v, places, (moved(seen, length), drop_BH))
@@ -256,12 +255,10 @@ def test_queries_may_stand_anywhere(limit, dynamic):
     def at(*starts):
         """`starts` in pieces; all positions of the sequence are further on than its tokens' numbers."""
         queries_T = np.concatenate([np.arange(start, start + piece) for start in starts])
-        there = tuple(length + start for start in starts)
-        if dynamic:
-            return queries_T, attention(jnp.asarray(there, jnp.int32), queries_T, None, q, k, v, grad)
-        return queries_T, attention(None, queries_T, there, q, k, v, grad)
+        start_P = length + jnp.asarray(starts, jnp.int32)
+        return queries_T, attention(start_P, queries_T, q, k, v, grad)
 
-    whole = attention(None, np.arange(length), (length,), q, k, v, grad)
+    whole = attention(jnp.asarray([length], jnp.int32), np.arange(length), q, k, v, grad)
     (first_T, first), (second_T, second) = at(0, 240), at(160, 80)
     order = np.argsort(np.concatenate([first_T, second_T]))
     for index in (0, 1):  # of queries
@@ -282,6 +279,6 @@ def test_a_window_leaves_keys_out():
     """Of a long sequence a block of queries takes no more keys than its window reaches."""
     assert AttentionMask(causal=True, window=150).key_range(256, 384, 1000) == (107, 384)
     assert AttentionMask(window=9).key_range(256, 384, 1000) == (248, 392)
-    later = Places(Pieces((1000, 512)), Pieces((256,)))  # of two pieces of 128 tokens the second
-    assert later.key_range(AttentionMask(causal=True, window=150), 128, 256, 256, 1000) == slice(107, 384)
+    later = Places(ahead=128)
+    assert later.key_range(AttentionMask(causal=True, window=150), 128, 256, 1000) == slice(107, 384)
     assert CPU.block_of(1000) == 256 and CPU.block_of(32 * 256) == 256 and CPU.block_of(100_000) == 3125

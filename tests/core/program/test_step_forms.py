@@ -47,7 +47,11 @@ def test_gelu_by_a_sigmoid_is_that_by_tanh():
             for found, expected in (sigmoid[0], tanh[0]), (sigmoid[1](x)[0], tanh[1](x)[0]):
                 assert found.dtype == dtype
                 np.testing.assert_allclose(*(np.asarray(y, np.float64) for y in (found, expected)), rounding, rounding)
-            joined = activated([x], model, GPU, in_product=True)  # rounded after every operation here
+            (one_row,) = activated([x[None]], model, GPU, in_product=True)
+            joined, _ = activated([jnp.stack([x, x])], model, GPU, in_product=True)
+            same = [jnp.array_equal(each, sigmoid[0]) for each in (one_row, joined)]
+            assert same == [True, dtype != jnp.bfloat16]
+            # Here `joined` is rounded after every operation.
             np.testing.assert_allclose(*(np.asarray(y, np.float64) for y in (joined, tanh[0])), rounding, 2 * rounding)
 
 

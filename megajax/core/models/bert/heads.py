@@ -117,9 +117,8 @@ class SpanHead(ClassesHead):
 
     def _classified(self, x_BTD: Array, batch: Mapping[str, Array], dropout: Dropout) -> tuple[Array, Array]:
         logits_BT2 = self._logits(x_BTD, batch, dropout)
-        (start_B, start_hit_B), (end_B, end_hit_B) = (
-            classified(logits_BT2[..., end], batch[name]) for end, name in enumerate(("start", "end"))
-        )
+        start_B, start_hit_B = classified(logits_BT2[..., 0], batch["start"])
+        end_B, end_hit_B = classified(logits_BT2[..., 1], batch["end"])
         return (start_B + end_B) / 2, jnp.minimum(start_hit_B, end_hit_B)
 
     def _summed(self, values: Any) -> Any:

@@ -29,12 +29,7 @@ from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.layers import normal, param
 from megajax.core.parallel.random import Dropout, NamedKey
 from megajax.core.parallel.sites import at, named
-from megajax.core.parallel.vocabulary import (
-    cross_entropy,
-    embedding_lookup,
-    output_logits,
-    target_scores,
-)
+from megajax.core.parallel.vocabulary import cross_entropy, embedding_lookup, output_logits, target_scores
 
 
 class TransformerDecoder(nnx.Module):
