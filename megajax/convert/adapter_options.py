@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +42,10 @@ class AdapterOptions(Fields):
         return options
 
     def _check_kinds(self) -> None:
-        for name, default, *pattern in (("r", 8, "rank_pattern"), ("lora_alpha", 8, "alpha_pattern")):
-            for owner, key, value in ((self, name, self.get(name, default)), *self._values(pattern[0])):
+        for name, pattern in ("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"):
+            section = self.section(pattern)
+            for owner, key in (self, name), *((section, each) for each in section):
+                value = owner.get(key, 8)
                 whole = type(value) is int and 0 < value < 1 << 31
                 if not whole and (name == "r" or type(value) is not float or not math.isfinite(value)):
                     raise owner.refusal(key, value, "a whole number above 0" if name == "r" else "a finite number")
@@ -56,10 +57,6 @@ class AdapterOptions(Fields):
         layers = self.get("layers_to_transform")
         if not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers or 0])):
             raise self.refusal("layers_to_transform", layers, "null, or numbers of layers")
-
-    def _values(self, name: str) -> Iterator[tuple[Fields, str, Any]]:
-        section = self.section(name)
-        return ((section, key, value) for key, value in section.items())
 
     @property
     def rank(self) -> int:

@@ -1,14 +1,13 @@
 """BERT: transformers' `MegatronBertFor…` if a layer's LayerNorms come first, `BertFor…` if they follow the additions.
 The output product of pretraining is tied."""
 
-from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from megajax.convert.exchange import Exchange, Head
 from megajax.convert.parts import OptionGroup, dropout, plain_heads
 from megajax.convert.settings import Fields
-from megajax.convert.weights import TensorPlace, linear, norm
+from megajax.convert.weights import TensorPlace, linear, norm, spelling
 from megajax.core.models.bert.model import TOKEN_TYPES
 from megajax.data.tasks.registry import TASKS
 
@@ -32,14 +31,14 @@ def _read_classes(fields: Fields) -> dict[str, Any]:
     for task, labels in ((name, task.labels) for name, task in TASKS.items() if task.head == "classes"):
         if sorted(lower) == sorted(labels) and lower != [*labels]:
             raise fields.refusal("id2label", fields.get("id2label"), f"in the order of {task}, {', '.join(labels)}")
-    return {"model.head": "classes", "model.num_classes": len(names)}
+    return {"head": "classes", "num_classes": len(names)}
 
 
 def _read_span(fields: Fields) -> dict[str, Any]:
     if len(fields.labels()) != 2:
         name = "num_labels" if fields.get("id2label") is None else "id2label"
         raise fields.refusal(name, fields.get(name), "two labels, a span's start and its end")
-    return {"model.head": "span", "model.num_classes": 2}
+    return {"head": "span", "num_classes": 2}
 
 
 _HEADS = {  # class names without what precedes `Bert`
@@ -74,25 +73,14 @@ _HEADS = {  # class names without what precedes `Bert`
         classes=("BertForMultipleChoice",),
         kind="a BERT with a head of choices",
         shared=_POOLER | linear("head/output", "classifier", "1D"),
-        read=lambda _: {"model.head": "choice", "model.num_classes": _CHOICES},
+        read=lambda _: {"head": "choice", "num_classes": _CHOICES},
     ),
 }
 
 
-def _read_mlp(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+def _read_mlp(fields: Fields) -> dict[str, Any]:
     fields.check("intermediate_size", 4 * fields["hidden_size"], missing=None)
     return {}
-
-
-def _spelling(names: Collection[str]) -> Callable[[str], str]:
-    """Use the names that TensorFlow gave a LayerNorm's weights, which the first BERTs still have, if only those
-    exist."""
-
-    def spelled(name: str) -> str:
-        older = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
-        return older if name not in names and older in names else name
-
-    return spelled
 
 
 def _exchange(model_type: str, order: str, prefix: str) -> Exchange:
@@ -142,7 +130,8 @@ def _exchange(model_type: str, order: str, prefix: str) -> Exchange:
             **linear("mlp/down", f"{_LAYER}output.dense", "DF"),
         },
         unused=("bert.embeddings.position_ids",),
-        spelling=_spelling,
+        # The names that TensorFlow gave a LayerNorm's weights, which the first BERTs still have.
+        spelling=spelling(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
     )
 
 

@@ -29,7 +29,7 @@ class Head:
     classes: tuple[str, ...]  # transformers classes that have it; the first is written
     kind: str  # what messages call a model with all of its weights, such as "a GPT-2"
     shared: Mapping[str, TensorPlace] = field(default_factory=dict)  # places of its own weights
-    # config.json -> values by key for a run's preset; raises `UserError` if we do not have such a head.
+    # config.json -> values by option of the model; raises `UserError` if we do not have such a head.
     read: Callable[[Fields], dict[str, Any]] = lambda _: {}
     write: Callable[[ModelConfig], dict[str, Any]] = lambda _: {}  # model -> fields of config.json
     copies: Mapping[str, str] = field(default_factory=dict)  # as in `TensorPlaces`, like the next two
@@ -46,7 +46,7 @@ class Exchange:
     dialect: str  # selects the names of options in config.json (`HuggingFaceName`)
     heads: Mapping[str, Head]  # by `model.head`
     shared: Mapping[str, TensorPlace]  # places of the weights of the ends, except those in a head's own table
-    blocks: Mapping[str, TensorPlace]  # places of the weights of every layer, except those of the next
+    blocks: Mapping[str, TensorPlace]  # places of the weights of a layer, other than the next two
     # Options that have only one value in this class, in addition to those of our family. Options that are mentioned
     # nowhere here must have their defaults.
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -55,14 +55,13 @@ class Exchange:
     # Values of named options if the field is missing; None: it may be null.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     parts: tuple[OptionGroup, ...] = ()  # options that do not map to fields one to one
-    linear: Mapping[str, TensorPlace] = field(default_factory=dict)  # the same of layers with linear attention
-    # Places of the weights of the first layers of a mixture, which are dense.
-    dense: Mapping[str, TensorPlace] = field(default_factory=dict)
+    linear: Mapping[str, TensorPlace] = field(default_factory=dict)  # of a layer with linear attention
+    dense: Mapping[str, TensorPlace] = field(default_factory=dict)  # of the first layers of a mixture, which are dense
     # Places of the weights of prediction modules, except those of their layers, which are as the others'; and a
     # module's tensors that are copies of others.
     prediction: Mapping[str, TensorPlace] = field(default_factory=dict)
     prediction_copies: Mapping[str, str] = field(default_factory=dict)
-    of_model: Callable[[ModelConfig], Mapping[str, TensorPlace]] = lambda _: {}  # those that depend on the model
+    renamed: Callable[[ModelConfig], Mapping[str, str]] = lambda _: {}  # tensors that have other names in a model
     # As in `TensorPlaces`, unless they are weights of the model.
     copies: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()  # as in `TensorPlaces`
@@ -94,17 +93,18 @@ class Exchange:
         for alias, name in self.aliases.items():
             if alias in fields and fields.setdefault(name, fields[alias]) != fields[alias]:
                 raise fields.refusal(alias, fields[alias], f"as {name}, {fields[name]}")
-        values = {f"model.{name}": value for name, value in {"family": self.family, **self.options}.items()}
+        values = {"family": self.family, **self.options}
         for name, (theirs, option) in self.named_options().items():
-            key, missing = f"model.{name}", self.defaults.get(name, ...)
+            missing = self.defaults.get(name, ...)
             if option.trait(Changes) is NOTHING:  # existing weights do not need it
                 with contextlib.suppress(UserError):
-                    values[key] = fields.value(theirs, key)
+                    values[name] = fields.value(theirs, name)
             elif missing is not None or fields.get(theirs) is not None:
-                values[key] = fields.value(theirs, key, None if missing is ... else missing)
+                values[name] = fields.value(theirs, name, None if missing is ... else missing)
         for group in self.parts:
-            values |= group.read(fields, overrides)
-        return values | head.read(fields)
+            if group.options != ("dropout",) or "model.dropout" not in overrides:
+                values |= group.read(fields)
+        return {f"model.{name}": value for name, value in (values | head.read(fields)).items()}
 
     def settings(
         self, model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | None
@@ -144,11 +144,9 @@ class Exchange:
         covered |= {"prediction_modules"}  # left out by a class that has none
         lacking: Lacks = {}
         for name, option in options(ModelConfig).items():
-            reader = option.trait(OnlyWith)
+            reader, valid = option.trait(OnlyWith), fixed.get(name, option.default)
             matters = option.trait(Changes) in (WEIGHTS, COMPUTATION) and not option.trait(Through)
-            if reader and (reader.name in lacking or not reader.is_read(model)):
-                matters = False
-            valid = fixed.get(name, option.default)
+            matters = matters and not (reader and (reader.name in lacking or not reader.is_read(model)))
             if matters and name not in covered and getattr(model, name) != valid:
                 lacking[name] = valid
         for group in self.parts:
@@ -158,19 +156,21 @@ class Exchange:
     def places(self, model: ModelConfig) -> TensorPlaces:
         """The places of a model's weights."""
         head = self.heads[model.head]
-        weights = {named(path) for path in weight_paths(model)}
-        extra = self.of_model(model)
-        of_layers = {
-            f"{kind}/{name}" if kind else name: replace(place, of=kind)
-            for kind in model.kinds
-            for name, place in (self.linear if model.is_linear(kind) else {**self.blocks, **extra}).items()
-        }
-        dense = {
-            f"dense_blocks/{name}": replace(place, of="dense_blocks") for name, place in {**self.dense, **extra}.items()
-        }
-        of_module = {f"block/{name}": place for name, place in {**self.blocks, **extra}.items()} | {**self.prediction}
-        of_module = {f"{PREDICTION}/{name}": replace(place, of="prediction") for name, place in of_module.items()}
-        of_ends = {**self.shared, **head.shared, **dense, **(of_module if self.prediction else {})}
+        weights, renamed = {named(path) for path in weight_paths(model)}, self.renamed(model)
+
+        def of(owner: str, places: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
+            return {
+                f"{owner}/{name}".lstrip("/"): replace(place, name=renamed.get(place.name, place.name), of=owner)
+                for name, place in places.items()
+            }
+
+        of_layers: dict[str, TensorPlace] = {}
+        for kind in model.kinds:
+            of_layers |= of(kind, self.linear if model.is_linear(kind) else self.blocks)
+        of_ends = {**self.shared, **head.shared, **of("dense_blocks", self.dense)}
+        if self.prediction:
+            of_module = {f"block/{name}": place for name, place in self.blocks.items()}
+            of_ends |= of(PREDICTION, {**of_module, **self.prediction})
         shared = {name: place for name, place in of_ends.items() if ("shared", name) in weights}
         names = {place.name for place in shared.values()}
         modules = range(model.num_layers, model.num_layers + model.prediction_modules)

@@ -71,7 +71,8 @@ def export_hf(
         return [weight.astype(np.float32, copy=False) for weight in stored(paths)]
 
     places = exchange.places(model)
-    shapes, copies = places.written(model), places.written_copies
+    shapes, copies = places.shapes(model), places.written_copies
+    shapes |= {copy: shapes[name] for copy, name in copies.items()}
     dtypes = {name: dtype or origin.dtypes.get(copies.get(name, name), origin.dtype) for name in shapes}
     dtypes = {name: exchange.dtype(name, wanted) for name, wanted in dtypes.items()}
     with folder_atomically(folder.absolute()) as new:

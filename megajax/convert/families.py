@@ -45,12 +45,8 @@ def exchange_for(model: ModelConfig, came_from: str, name: str) -> Exchange:
     fitting = [exchange for exchange, lacking in lacks if not lacking]
     if fitting:
         return next((exchange for exchange in fitting if exchange.architecture(model) == came_from), fitting[0])
-    fewest = min(len(lacking) for _, lacking in lacks)
-    nearest: dict[str, list[str]] = {}
-    for exchange, lacking in lacks:
-        if len(lacking) == fewest:
-            flags = " ".join(as_flag(f"model.{option}", value) for option, value in lacking.items())
-            nearest.setdefault(flags, []).append(exchange.architecture(model))
-    flags, names = next(iter(nearest.items()))
+    nearest = [*min((lacking for _, lacking in lacks), key=len).items()]
+    names = [exchange.architecture(model) for exchange, lacking in lacks if [*lacking.items()] == nearest]
+    flags = " ".join(as_flag(f"model.{option}", value) for option, value in nearest)
     valid = f"a run with {flags} ({' or '.join(names)})"
     raise UserError(f"{name} holds a model that no transformers class supports; valid: {valid}")

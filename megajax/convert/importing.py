@@ -90,7 +90,7 @@ class StoredWeights:
         stored = self._tensors.shapes
         if config.prediction_modules and not stored.keys() & exchange.places(config).prediction_tensors(config):
             config = dataclasses.replace(config, prediction_modules=0)
-        self.model = self._config = config
+        self.model = config
         joined = any(name.format(layer=config.num_layers - 1) in stored for name in exchange.fused)
         separate = not joined and any("{expert}" in place.name for place in exchange.blocks.values())
         experts = config.num_experts if separate else 0
@@ -136,11 +136,11 @@ class StoredWeights:
 
     def _check(self, exchange: Exchange, shapes: Mapping[str, tuple[int, ...]]) -> None:
         places, tensors, spelled = self._places, self._tensors, self._spelled
-        layers = range(self._config.num_layers + self._config.prediction_modules)
+        layers = range(self.model.num_layers + self.model.prediction_modules)
         unused = tuple(spelled(name.format(layer=layer)) for name in places.unused for layer in layers)
-        tensors.check(shapes, exchange.heads[self._config.head].kind)
+        tensors.check(shapes, exchange.heads[self.model.head].kind)
         known = shapes.keys() | {name for name in tensors.shapes if name.startswith(unused)} | places.copies.keys()
-        tensors.check_no_others(known, exchange.architecture(self._config))
+        tensors.check_no_others(known, exchange.architecture(self.model))
         for copy, name in places.copies.items():
             if copy in tensors.shapes and not np.array_equal(tensors.read(copy), tensors.read(spelled(name))):
                 valid = "the same, the head is tied"
@@ -155,13 +155,13 @@ class StoredWeights:
     def weights(self, seed: int) -> Callable[[Any, tuple[int, ...]], Tensor]:
         """A function from (path, shape) of one of our canonical weights (layers stacked `[L, …]`) to that weight. Fresh
         ones are what a run with this seed starts with. Raises `UserError` like `read`."""
-        drawn = _drawn(self._config, seed, {name for names in self.fresh.values() for name in names})
+        drawn = _drawn(self.model, seed, {name for names in self.fresh.values() for name in names})
 
         def weight(path: Any, shape: tuple[int, ...]) -> Tensor:
             part, name = named(path)
             if part == "shared" and name in drawn:
                 return drawn[name]
-            return weight_of(self._places, self.read, self._config, path, shape)
+            return weight_of(self._places, self.read, self.model, path, shape)
 
         return weight
 

@@ -8,26 +8,32 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from megajax.convert.exchange import Exchange, Head
-from megajax.convert.hybrids import linear_attention, linear_places
-from megajax.convert.mixtures import GPT_OSS, MIXTRAL, OLMOE, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, ExpertFields
-from megajax.convert.parts import Lacks, OptionGroup, lacks_divisible_heads, rope, rope_by_layer, words
+from megajax.convert.hybrids import joined_convolutions, linear_attention, linear_places
+from megajax.convert.mixtures import GPT_OSS, LAYER, MIXTRAL, OLMOE, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, ExpertFields
+from megajax.convert.parts import Lacks, OptionGroup, lacks_heads, rope, rope_by_layer, words
 from megajax.convert.settings import Fields
-from megajax.convert.weights import TensorPlace, linear, spelling
+from megajax.convert.weights import TensorPlace, linear, norm, spelling
 from megajax.convert.windows import Window
 from megajax.core.models.config import ModelConfig
 
-LAYER = "model.layers.{layer}."
 _NO_WINDOW = Window(never=True)
 _ROPE = rope(10_000.0)
 _DELTA = f"{LAYER}linear_attn."
-# The norms of attention and MLP, by the order of a layer: the first ones, and those after them.
-_NORMS = {
-    "pre": (("input_layernorm", "post_attention_layernorm"),),
-    "sandwich": (
-        ("input_layernorm", "pre_feedforward_layernorm"),
-        ("post_attention_layernorm", "post_feedforward_layernorm"),
-    ),
-    **dict.fromkeys(("reordered", "pre-reordered"), (("post_attention_layernorm", "post_feedforward_layernorm"),)),
+ACTIVATION = words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"})
+
+
+def norms(*names: str) -> dict[str, TensorPlace]:
+    """The norms of attention and MLP in a layer, and of their outputs if there are such."""
+    ours = "attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm"
+    places = zip(ours, names, strict=False)
+    return {f"{name}/scale": TensorPlace(f"{LAYER}{theirs}.weight", "D") for name, theirs in places}
+
+
+_MIDDLE, _END = "post_attention_layernorm", "post_feedforward_layernorm"
+NORMS = {  # by the order of a layer
+    "pre": norms("input_layernorm", _MIDDLE),
+    "sandwich": norms("input_layernorm", "pre_feedforward_layernorm", _MIDDLE, _END),
+    **dict.fromkeys(("reordered", "pre-reordered"), norms(_MIDDLE, _END)),
 }
 MLP = {
     **linear("mlp/gate", f"{LAYER}mlp.gate_proj", "FD"),
@@ -56,48 +62,38 @@ class _Kind:
     angles: OptionGroup = _ROPE
     norm_epsilon: float = 1e-6
     tied: bool = False
-    # Field and values.
-    activation: tuple[str, Mapping[str, str]] = ("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
+    activation: OptionGroup = ACTIVATION
     options: Mapping[str, Any] = field(default_factory=dict)  # others that have one value
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that have one value
-    query_scalar: int = 0  # if `query_pre_attn_scalar` is missing; 0: there is no such field
     experts: ExpertFields | None = None  # instead of MLPs
     parts: tuple[OptionGroup, ...] = ()  # other options that this class alone has
-    linear: Mapping[str, TensorPlace] = field(default_factory=dict)  # as in `Exchange`, like the next
-    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    spelled: tuple[tuple[str, str], ...] = ()  # pairs for `spelling`
-    kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # as in `Exchange`, like the next
-    unused: tuple[str, ...] = ()
     model_type: str = ""  # its value in config.json; empty: the name in lower case
+    others: Mapping[str, Any] = field(default_factory=dict)  # further fields of its `Exchange`
 
-    def read_heads(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    def read_heads(self, fields: Fields) -> dict[str, Any]:
         heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
-        kv_heads = heads
-        if fields.get("num_key_value_heads", self.kv_heads) is not None:
-            kv_heads = fields.value("num_key_value_heads", "model.num_kv_heads", self.kv_heads)
+        kv_heads = fields.optional("num_key_value_heads", "num_kv_heads", self.kv_heads) or heads
         if kv_heads > heads or heads % kv_heads:
             raise fields.refusal("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
-        has_size = fields.get("head_dim", self.head_size) is not None
-        if self.heads != "free" or not has_size:
+        if self.heads != "free" or fields.get("head_dim", self.head_size) is None:
             fields.check_divides("num_attention_heads", "hidden_size")
         if self.heads == "fill":
             fields.check("head_dim", None, hidden // heads)
-        size = fields.value("head_dim", "model.head_size", self.head_size) if has_size else hidden // heads
-        fields["head_dim"] = size
-        return {"model.num_kv_heads": kv_heads, "model.head_size": size}
+        fields["head_dim"] = fields.optional("head_dim", "head_size", self.head_size) or hidden // heads
+        return {"num_kv_heads": kv_heads, "head_size": fields["head_dim"]}
 
-    def read_bias(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    def read_bias(self, fields: Fields) -> dict[str, Any]:
         """Llama says separately whether attention and MLP have biases; ours have them in both or neither."""
         if self.biases == ("all",):
             fields.check("attention_bias", True)
-            return {"model.bias": "all"}
+            return {"bias": "all"}
         chosen = "all" in self.biases
         for name in "attention_bias", "mlp_bias":
             fields.check(name, False, *((True,) if chosen else ()))
         attention, mlp = (fields.get(name, False) for name in ("attention_bias", "mlp_bias"))
         if attention != mlp:
             raise fields.refusal("mlp_bias", mlp, f"as attention_bias, {str(attention).lower()}")
-        return {"model.bias": "all" if attention else self.biases[0]}
+        return {"bias": "all" if attention else self.biases[0]}
 
     def write_bias(self, model: ModelConfig) -> dict[str, Any]:
         if self.biases == ("all",):
@@ -110,11 +106,7 @@ class _Kind:
         return {} if model.bias in self.biases else {"bias": self.biases[0]}
 
     def lacks_heads(self, model: ModelConfig) -> Lacks:
-        if self.heads == "free":
-            return {}
-        size = model.hidden_size // model.num_heads
-        indivisible = lacks_divisible_heads(model)
-        return indivisible or ({"head_size": size} if self.heads == "fill" and model.head_size != size else {})
+        return {} if self.heads == "free" else lacks_heads(model, fill=self.heads == "fill")
 
     @property
     def all_options(self) -> dict[str, Any]:
@@ -124,64 +116,75 @@ class _Kind:
 
     def blocks(self) -> dict[str, TensorPlace]:
         """The places of a layer's weights."""
-        first, *after = _NORMS[self.all_options["layer_order"]]
-        norms = dict(zip(("attention_norm", "mlp_norm"), first, strict=True))
-        norms |= dict(zip(("attention_output_norm", "mlp_output_norm"), *after, strict=True)) if after else {}
         width, gated = self.query_key_norm == "width", "attention_gate" in self.options
         return {
-            **{f"{ours}/scale": TensorPlace(f"{LAYER}{theirs}.weight", "D") for ours, theirs in norms.items()},
+            **NORMS[self.all_options["layer_order"]],
             **linear("attention/query", f"{LAYER}self_attn.q_proj", "QD"),
             **linear("attention/key", f"{LAYER}self_attn.k_proj", "GD"),
             **linear("attention/value", f"{LAYER}self_attn.v_proj", "GD"),
             **linear("attention/output", f"{LAYER}self_attn.o_proj", "DQ"),
             **(_joined(f"{LAYER}self_attn.q_proj", "qD", "KK", "query", "attention_gate") if gated else {}),
             "attention/sinks": TensorPlace(f"{LAYER}self_attn.sinks", "H"),
-            "attention/query_norm/scale": TensorPlace(f"{LAYER}self_attn.q_norm.weight", "Q" if width else "K"),
-            "attention/key_norm/scale": TensorPlace(f"{LAYER}self_attn.k_norm.weight", "G" if width else "K"),
-            **(self.experts.places(LAYER) if self.experts else MLP),
+            **norm("attention/query_norm", f"{LAYER}self_attn.q_norm", "Q" if width else "K"),
+            **norm("attention/key_norm", f"{LAYER}self_attn.k_norm", "G" if width else "K"),
+            **(self.experts.places() if self.experts else MLP),
         }
 
 
-def _query_scalar(default: int) -> OptionGroup:
-    field = "query_pre_attn_scalar"
-    return OptionGroup(
-        ("query_scalar",),
-        lambda fields, _: {"model.query_scalar": fields.value(field, "model.query_scalar", default)},
-        lambda model: {field: model.query_scalar or model.head_size},
-    )
-
-
+_QUERY_SCALAR = OptionGroup(
+    ("query_scalar",),
+    lambda fields: {"query_scalar": fields.value("query_pre_attn_scalar", "query_scalar", 256)},
+    lambda model: {"query_pre_attn_scalar": model.query_scalar or model.head_size},
+)
 _CLAMPS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # options that have the same names, and what is missing
 _CLAMPED = OptionGroup(
     (*_CLAMPS,),
-    lambda fields, _: {f"model.{name}": fields.value(name, f"model.{name}", each) for name, each in _CLAMPS.items()},
+    lambda fields: {name: fields.value(name, name, each) for name, each in _CLAMPS.items()},
     lambda model: {name: getattr(model, name) for name in _CLAMPS},
 )
 
 
-def read_dropout(fields: Fields, overrides: Mapping[str, Any]) -> dict[str, float]:
+def _read_dropout(fields: Fields) -> dict[str, float]:
     """Their rate is for attention only; ours also applies to the residual branches."""
     rate = fields.get("attention_dropout", 0.0)
-    if "model.dropout" in overrides or rate is None or (type(rate) in (int, float) and rate == 0):
-        return {"model.dropout": 0.0}
+    if rate is None or (type(rate) in (int, float) and rate == 0):
+        return {"dropout": 0.0}
     raise fields.refusal("attention_dropout", rate, "0, or --model.dropout X, which is not of attention only")
 
 
-def _by_interval(fields: Fields, interval: int | None = None) -> list[bool]:
-    interval = fields.get("full_attention_interval", 4) if interval is None else interval
-    if type(interval) is not int or interval < 1:
-        raise fields.refusal("full_attention_interval", interval, "1 or more: every so many layers one is not linear")
+DROPOUT = OptionGroup(("dropout",), _read_dropout, lambda model: {"attention_dropout": model.dropout})
+
+
+def decoder(name: str, *, fixed: Mapping[str, Any], unused: tuple[str, ...] = (), **others: Any) -> Exchange:
+    """The exchange of a class, with what all those named like Llama's have in common."""
+    return Exchange(
+        family="decoder",
+        heads={"pretraining": Head((f"{name}ForCausalLM",), f"a {name}")},
+        fixed={"is_causal": True, **fixed},
+        shared={
+            "table": TensorPlace("model.embed_tokens.weight", "VD"),
+            **norm("final_norm", "model.norm"),
+            "output": TensorPlace("lm_head.weight", "VD"),
+        },
+        copies={"lm_head.weight": "model.embed_tokens.weight"},
+        unused=(f"{LAYER}self_attn.rotary_emb.inv_freq", *unused),  # older versions stored the angles
+        **others,
+    )
+
+
+def _by_interval(fields: Fields, interval: int = 0) -> list[bool]:
+    valid = "1 or more: every so many layers one is not linear"
+    interval = interval or fields.whole("full_attention_interval", 4, valid, least=1)
     return [(n + 1) % interval > 0 for n in range(fields["num_hidden_layers"])]
 
 
 def _exchange(kind: _Kind) -> Exchange:
-    return Exchange(
-        family="decoder",
+    return decoder(
+        kind.name,
         model_type=kind.model_type or kind.name.lower(),
         dialect="mixture" if kind.experts else "llama",
-        heads={"pretraining": Head((f"{kind.name}ForCausalLM",), f"a {kind.name}")},
         options=kind.all_options | ({"renormalize_shares": True} if kind.experts and kind.experts.renormalized else {}),
-        fixed={"is_causal": True, **kind.fixed} | dict(kind.experts.fixed if kind.experts else ()),
+        fixed={**kind.fixed, **(kind.experts.fixed if kind.experts else {})},
         aliases={kind.experts.number_too: kind.experts.number} if kind.experts else {},
         defaults={
             "norm_epsilon": kind.norm_epsilon,
@@ -189,7 +192,7 @@ def _exchange(kind: _Kind) -> Exchange:
             "renormalize_shares": kind.experts is not None and kind.experts.renormalizes,
         },
         parts=(
-            words("activation", *kind.activation),
+            kind.activation,
             OptionGroup(
                 ("num_kv_heads", "head_size"),
                 kind.read_heads,
@@ -197,37 +200,18 @@ def _exchange(kind: _Kind) -> Exchange:
                 kind.lacks_heads,
             ),
             OptionGroup(("bias",), kind.read_bias, kind.write_bias, kind.lacks_bias),
-            OptionGroup(("dropout",), read_dropout, lambda model: {"attention_dropout": model.dropout}),
+            DROPOUT,
             kind.angles,
-            *(() if kind.linear else (kind.window.options(),)),
-            *((_query_scalar(kind.query_scalar),) if kind.query_scalar else ()),
-            *(kind.experts.parts() if kind.experts else ()),
+            *(() if "linear" in kind.others else (kind.window.options(),)),
+            *((kind.experts.options(),) if kind.experts else ()),
             *kind.parts,
         ),
-        shared={
-            "table": TensorPlace("model.embed_tokens.weight", "VD"),
-            "final_norm/scale": TensorPlace("model.norm.weight", "D"),
-            "output": TensorPlace("lm_head.weight", "VD"),
-        },
         blocks=kind.blocks(),
-        linear=kind.linear,
-        joined=kind.joined,
-        copies={"lm_head.weight": "model.embed_tokens.weight"},
-        unused=(f"{LAYER}self_attn.rotary_emb.inv_freq", *kind.unused),  # older versions stored the angles
-        quantized=kind.experts.quantized if kind.experts else "",
-        spelling=kind.experts.spelling if kind.experts else spelling(*kind.spelled),
-        fused=kind.experts.fused(LAYER) if kind.experts else {},
-        kept=kind.kept,
+        **(kind.experts.of_exchange() if kind.experts else {}),
+        **kind.others,
     )
 
 
-_QWEN_SIZES = {
-    "linear_heads": ("linear_num_value_heads", lambda _: 32),
-    "linear_key_heads": ("linear_num_key_heads", lambda _: 16),
-    "linear_key_size": ("linear_key_head_dim", lambda _: 128),
-    "linear_value_size": ("linear_value_head_dim", lambda _: 128),
-    "linear_convolution": ("linear_conv_kernel_dim", lambda _: 4),
-}
 _JOINED_BY_HEAD = {
     **_joined(f"{_DELTA}in_proj_qkvz", "yD", "llgg", "query", "key", "value", "attention_gate"),
     **_joined(f"{_DELTA}in_proj_ba", "bD", "rr", "write", "decay"),
@@ -237,8 +221,7 @@ _JOINED = _joined(f"{_DELTA}in_proj_qkv", "cD", "kkv", "query", "key", "value")
 
 def _qwen_hybrid(name: str, experts: ExpertFields | None, joined: Mapping[str, TensorPlace], **others: Any) -> _Kind:
     """Qwen3-Next and its kind, in which products of linear attention are `joined`."""
-    norms = zip(("attention_norm", "mlp_norm"), *_NORMS["pre"], strict=True)
-    products = {"attention_gate": "in_proj_z", "write": "in_proj_b", "decay": "in_proj_a", "output": "out_proj"}
+    mlp = experts.places() if experts else MLP
     return _Kind(
         name,
         query_key_norm="head",
@@ -247,18 +230,16 @@ def _qwen_hybrid(name: str, experts: ExpertFields | None, joined: Mapping[str, T
         options={"norm": "rmsnorm-1p", "attention_gate": "sigmoid", "shared_expert_gate": experts is not None},
         fixed={"sliding_window": None},
         experts=experts,
-        parts=(linear_attention(_QWEN_SIZES, _by_interval),),
-        linear={
-            **{f"{ours}/scale": TensorPlace(f"{LAYER}{theirs}.weight", "D") for ours, theirs in norms},
-            **linear_places(_DELTA, products, "norm"),
-            **joined,
-            **(experts.places(LAYER) if experts else MLP),
+        parts=(linear_attention(_by_interval, heads=32, key_heads=16, key_size=128, value_size=128),),
+        others={
+            "linear": {**NORMS["pre"], **linear_places(_DELTA, joined=True), **joined, **mlp},
+            "unused": ("mtp.",),  # modules for further tokens
         },
-        unused=("mtp.",),  # modules for further tokens
         **others,
     )
 
 
+_OLMO_NORMS = norms("attention_layer_norm", "feedforward_layer_norm")
 _GPT_OSS_YARN = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "original_max_position_embeddings": 4096,
@@ -276,10 +257,10 @@ _KINDS = (  # a model that fits several is exported as the first of them
         head_size=256,
         angles=rope_by_layer(1e6, 10_000.0, "rope_local_base_freq"),
         tied=True,
-        activation=("hidden_activation", {"gelu_pytorch_tanh": "geglu-tanh"}),
+        activation=words("activation", "hidden_activation", {"gelu_pytorch_tanh": "geglu-tanh"}),
         options={"norm": "rmsnorm-1p", "layer_order": "sandwich", "scaled_embedding": True},
         fixed={"attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False},
-        query_scalar=256,
+        parts=(_QUERY_SCALAR,),
         model_type="gemma3_text",
     ),
     _Kind(
@@ -300,43 +281,26 @@ _KINDS = (  # a model that fits several is exported as the first of them
         fixed={"sliding_window": None},
         parts=(
             linear_attention(
-                {
-                    "linear_heads": ("linear_num_value_heads", itemgetter("num_attention_heads")),
-                    "linear_key_heads": ("linear_num_key_heads", itemgetter("num_attention_heads")),
-                    "linear_key_size": (
-                        "linear_key_head_dim",
-                        lambda fields: 3 * fields["hidden_size"] // (4 * fields["linear_num_key_heads"]),
-                    ),
-                    "linear_value_size": ("linear_value_head_dim", lambda fields: 2 * fields["linear_key_head_dim"]),
-                    "linear_convolution": ("linear_conv_kernel_dim", lambda _: 4),
-                },
                 lambda fields: _by_interval(fields, min(4, fields["num_hidden_layers"])),
-                1e-5,
+                heads=itemgetter("num_attention_heads"),
+                key_heads=itemgetter("num_attention_heads"),
+                key_size=lambda fields: 3 * fields["hidden_size"] // (4 * fields["linear_num_key_heads"]),
+                value_size=lambda fields: 2 * fields["linear_key_head_dim"],
+                epsilon=1e-5,
             ),
             words("linear_write", "linear_allow_neg_eigval", {True: 2.0, False: 1.0}),
         ),
-        linear={
-            "attention_norm/scale": TensorPlace(f"{LAYER}attention_layer_norm.weight", "D"),
-            "mlp_norm/scale": TensorPlace(f"{LAYER}feedforward_layer_norm.weight", "D"),
-            **linear_places(
-                _DELTA,
-                {
-                    **{name: f"{name[0]}_proj" for name in ("query", "key", "value", "output")},
-                    **{"write": "b_proj", "decay": "a_proj", "attention_gate": "g_proj"},
-                },
-                "o_norm",
-                joined=False,
-            ),
-            **MLP,
-        },
-        kept=dict.fromkeys(("bf16", "fp16"), ("A_log",)),
-        joined={f"{_DELTA}conv1d.weight": tuple(f"{_DELTA}{name}_conv1d.weight" for name in "qkv")},
-        spelled=(
-            ("attention_layer_norm", "input_layernorm"),
-            ("feedforward_layer_norm", "post_attention_layernorm"),
-            ("post_attention_layernorm", "feedforward_layer_norm"),
-        ),
         model_type="olmo_hybrid",
+        others={
+            "linear": _OLMO_NORMS | linear_places(_DELTA, joined=False) | MLP,
+            "kept": dict.fromkeys(("bf16", "fp16"), ("A_log",)),
+            "joined": joined_convolutions(_DELTA),
+            "spelling": spelling(
+                ("attention_layer_norm", "input_layernorm"),
+                ("feedforward_layer_norm", "post_attention_layernorm"),
+                ("post_attention_layernorm", "feedforward_layer_norm"),
+            ),
+        },
     ),
     _qwen_hybrid("Qwen3_5", None, _JOINED, kv_heads=4, model_type="qwen3_5_text"),
     _Kind("Mixtral", window=Window(None), kv_heads=8, angles=rope(1e6), norm_epsilon=1e-5, experts=MIXTRAL),
@@ -359,12 +323,12 @@ _KINDS = (  # a model that fits several is exported as the first of them
         head_size=64,
         angles=rope(150_000.0, missing=_GPT_OSS_YARN),
         norm_epsilon=1e-5,
-        activation=("hidden_act", {"silu": "swiglu-clamped"}),
+        activation=words("activation", "hidden_act", {"silu": "swiglu-clamped"}),
         options={"attention_sinks": True},
         experts=GPT_OSS,
         parts=(_CLAMPED,),
-        kept={"fp16": ("norm.weight",)},
         model_type="gpt_oss",
+        others={"quantized": "mxfp4", "kept": {"fp16": ("norm.weight",)}},
     ),
 )
 EXCHANGES = tuple(map(_exchange, _KINDS))

@@ -17,9 +17,9 @@ class OptionGroup:
     """How config.json represents some options."""
 
     options: tuple[str, ...]  # the options it covers
-    # (config.json, values by key that the user gave) -> values by key for a run's preset; raises `UserError` if we do
-    # not support the model.
-    read: Callable[[Fields, Mapping[str, Any]], dict[str, Any]]
+    # config.json -> values by option; raises `UserError` if we do not support the model. Not called for the dropout if
+    # the user gives one.
+    read: Callable[[Fields], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]  # model -> fields of config.json
     lacks: Callable[[ModelConfig], Lacks] = lambda _: {}  # model -> those options whose values it cannot represent
 
@@ -27,9 +27,9 @@ class OptionGroup:
 def words(option: str, field: str, ours: Mapping[Any, Any]) -> OptionGroup:
     """An option whose values have other names there: `ours` by theirs. A missing field means the first."""
 
-    def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    def read(fields: Fields) -> dict[str, Any]:
         fields.check(field, *ours)
-        return {f"model.{option}": ours[fields.get(field, next(iter(ours)))]}
+        return {option: ours[fields.get(field, next(iter(ours)))]}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         return {field: next(name for name, own in ours.items() if own == getattr(model, option))}
@@ -43,32 +43,29 @@ def words(option: str, field: str, ours: Mapping[Any, Any]) -> OptionGroup:
 def plain_heads(heads: str, width: str) -> OptionGroup:
     """As many key heads as query heads, dividing the width; the arguments are the names of the fields."""
 
-    def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    def read(fields: Fields) -> dict[str, Any]:
         fields.check_divides(heads, width)
         return {}
 
     def lacks(model: ModelConfig) -> Lacks:
         lacking: Lacks = {} if model.num_kv_heads == model.num_heads else {"num_kv_heads": model.num_heads}
-        if indivisible := lacks_divisible_heads(model):
-            return lacking | indivisible
-        size = model.hidden_size // model.num_heads
-        return lacking | ({} if model.head_size == size else {"head_size": size})
+        return lacking | lacks_heads(model, fill=True)
 
     return OptionGroup(("num_kv_heads", "head_size"), read, lambda _: {}, lacks)
 
 
-def lacks_divisible_heads(model: ModelConfig) -> Lacks:
-    """For a class whose heads must divide the width."""
-    heads, hidden = model.num_heads, model.hidden_size
-    return {"hidden_size": hidden // heads * heads or heads} if hidden % heads else {}
+def lacks_heads(model: ModelConfig, *, fill: bool) -> Lacks:
+    """For a class whose heads must divide the width, or `fill` it."""
+    size, rest = divmod(model.hidden_size, model.num_heads)
+    if rest:
+        return {"hidden_size": size * model.num_heads or model.num_heads}
+    return {"head_size": size} if fill and model.head_size != size else {}
 
 
 def dropout(*names: str, of_head: str = "") -> OptionGroup:
     """Several dropout rates there, for which we have one; that `of_head` may be null, and is then as the others."""
 
-    def read(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
-        if "model.dropout" in given:
-            return {}
+    def read(fields: Fields) -> dict[str, Any]:
         rates = {name: fields.get(name, 0.1) for name in names}
         if fields.get(of_head) is not None:
             rates[of_head] = fields[of_head]
@@ -78,7 +75,7 @@ def dropout(*names: str, of_head: str = "") -> OptionGroup:
         if len(set(rates.values())) > 1:
             said = ", ".join(f"{name} {rate}" for name, rate in rates.items())
             raise fields.error(said, "all the same, or --model.dropout X")
-        return {"model.dropout": rates[names[0]]}
+        return {"dropout": rates[names[0]]}
 
     return OptionGroup(("dropout",), read, lambda model: dict.fromkeys(names, model.dropout))
 
@@ -105,15 +102,15 @@ def _read_rope(fields: Fields, section: Fields, default: float, *, beside: bool 
     if (fields.get("head_dim") or 0) % 2:
         raise fields.refusal("head_dim", fields["head_dim"], "an even number: rotary positions turn pairs of features")
     scaling = _read_kind(fields, section)
-    theta = (section if "rope_theta" in section else fields).value("rope_theta", "model.rope_theta", default)
-    values = {"model.positions": "rotary", "model.rope_theta": theta}
-    values["model.rope_scaling"] = "none" if scaling == "default" else scaling
+    theta = (section if "rope_theta" in section else fields).value("rope_theta", "rope_theta", default)
+    values = {"positions": "rotary", "rope_theta": theta}
+    values["rope_scaling"] = "none" if scaling == "default" else scaling
     if scaling == "yarn":
         _complete_yarn(section)
     for name, option in _SCALINGS[scaling].items():
         owner, field = _owner_of(fields, section, name, beside)
         if name != _ATTENTION or section.get(name) is not None:
-            values[f"model.{option}"] = owner.value(field, f"model.{option}")
+            values[option] = owner.value(field, option)
     if scaling == "llama3" and section["low_freq_factor"] >= section["high_freq_factor"]:
         valid = f"more than low_freq_factor, {section['low_freq_factor']}"
         raise section.refusal("high_freq_factor", section["high_freq_factor"], valid)
@@ -147,8 +144,8 @@ def _complete_yarn(section: Fields) -> None:
     section |= {"beta_slow": section.get("beta_slow") or 1, "beta_fast": section.get("beta_fast") or 32}
     section.setdefault("truncate", True)
     if section.get(_ATTENTION) is None and all(map(section.get, _SCALES)):
-        growth = 0.1 * math.log(section.value("factor", "model.rope_factor"))
-        one, all_dims = (section.value(name, "model.rope_attention_factor") * growth + 1 for name in _SCALES)
+        growth = 0.1 * math.log(section.value("factor", "rope_factor"))
+        one, all_dims = (section.value(name, "rope_attention_factor") * growth + 1 for name in _SCALES)
         section[_ATTENTION] = one / all_dims
 
 
@@ -159,7 +156,7 @@ def _read_scores(section: Fields) -> dict[str, Any]:
         return {}
     if kind != "yarn":
         raise section.refusal(_SCALES[1], scale, f"without it, with {kind}")
-    return {"model.rope_score_scale": section.value(_SCALES[1], "model.rope_score_scale")}
+    return {"rope_score_scale": section.value(_SCALES[1], "rope_score_scale")}
 
 
 def _read_share(fields: Fields, section: Fields, missing: float) -> dict[str, Any]:
@@ -169,7 +166,7 @@ def _read_share(fields: Fields, section: Fields, missing: float) -> dict[str, An
     rotary = int(size * share) if type(share) in (int, float) and 0 < share <= 1 else 1
     if rotary % 2 or not rotary:
         raise owner.refusal(_SHARE, share, f"more than 0, up to 1, for an even number of the {size} of head_dim")
-    return {"model.rotary_size": rotary % size}
+    return {"rotary_size": rotary % size}
 
 
 def _write_share(model: ModelConfig) -> dict[str, Any]:
@@ -209,12 +206,12 @@ def rope(
     `scores` scaling may multiply scores too, with `may_lack` a null base means that there are no positions.
     With a `share` positions rotate as much of each head as a field says, or this if it is missing."""
 
-    def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    def read(fields: Fields) -> dict[str, Any]:
         section = fields.section("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
         if not section and fields.get("rope_parameters") is None:
             section |= missing or {}
         if may_lack and (section if "rope_theta" in section else fields).get("rope_theta", default) is None:
-            return {"model.positions": "none"}
+            return {"positions": "none"}
         rotary = _read_share(fields, section, share) if share else {}
         return rotary | _read_rope(fields, section, default) | (_read_scores(section) if scores else {})
 
@@ -233,7 +230,7 @@ def rope_by_layer(default: float, in_window: float, local: str = "") -> OptionGr
     field `local` may have the latter's."""
     everywhere, windowed = "full_attention", "sliding_attention"  # names in `rope_parameters`
 
-    def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    def read(fields: Fields) -> dict[str, Any]:
         both = fields.section("rope_parameters")
         full, window = both.section(everywhere), both.section(windowed)
         if fields.get("rope_parameters") is None:
@@ -245,10 +242,10 @@ def rope_by_layer(default: float, in_window: float, local: str = "") -> OptionGr
             section.check("truncate", True)
         window_values = _read_rope(fields, window, in_window, beside=False)
         if window_values == values:
-            return values | {"model.window_rope_theta": 0.0}
-        if window_values["model.rope_scaling"] != "none":
-            raise window.refusal("rope_type", window_values["model.rope_scaling"], f"default, or all as {everywhere}")
-        return values | {"model.window_rope_theta": window_values["model.rope_theta"]}
+            return values | {"window_rope_theta": 0.0}
+        if window_values["rope_scaling"] != "none":
+            raise window.refusal("rope_type", window_values["rope_scaling"], f"default, or all as {everywhere}")
+        return values | {"window_rope_theta": window_values["rope_theta"]}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         settings = _write_rope(model)

@@ -1,14 +1,15 @@
 """Read the `config.json` of a model in the Hugging Face format, field by field."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megajax.core.errors import UserError
+from megajax.core.models.config import ModelConfig
 from megajax.core.options import options
 from megajax.host import reading
-from megajax.settings.config import Config
 
 
 class Fields(dict[str, Any]):
@@ -40,9 +41,9 @@ class Fields(dict[str, Any]):
         if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in valid):
             raise self.refusal(name, value, ", ".join(map(json.dumps, valid)))
 
-    def value(self, name: str, key: str, missing: Any = None) -> Any:
-        """The value of a field as our option `key`; if the field is missing, `missing` is used."""
-        raw, option = self.get(name, missing), options(Config)[key]
+    def value(self, name: str, ours: str, missing: Any = None) -> Any:
+        """The value of a field as that of `ours`, an option of the model; `missing` if the field is missing."""
+        raw, option = self.get(name, missing), options(ModelConfig)[ours]
         try:
             value = option.convert(raw)
         except ValueError:
@@ -53,12 +54,23 @@ class Fields(dict[str, Any]):
             raise self.refusal(name, raw, "more than 0")
         return value
 
+    def optional(self, name: str, ours: str, missing: Any = None) -> Any:
+        """Like `value`; None if the field is null, or is missing and `missing` is None."""
+        return None if self.get(name, missing) is None else self.value(name, ours, missing)
+
+    def whole(self, name: str, missing: int | None, valid: str, least: int = 0, most: float = math.inf) -> int:
+        """The whole number in a field, from `least` to `most`, in words `valid`; if the field is missing, `missing`."""
+        number = self.get(name, missing)
+        if type(number) is not int or not least <= number <= most:
+            raise self.refusal(name, number, valid)
+        return number
+
     def labels(self) -> tuple[str, ...]:
         """Names of the classes, in the order of their numbers; transformers' default names if only their number is
         given, and two of these if not even that."""
         names = self.get("id2label")
         if names is None:
-            count = 2 if self.get("num_labels") is None else self.value("num_labels", "model.num_classes")
+            count = 2 if self.get("num_labels") is None else self.value("num_labels", "num_classes")
             return tuple(f"LABEL_{n}" for n in range(count))
         numbers = [str(n) for n in range(len(names))] if isinstance(names, dict) and len(names) > 1 else []
         if not numbers or names.keys() != {*numbers} or not all(isinstance(name, str) for name in names.values()):

@@ -115,9 +115,8 @@ class TensorFiles:
         up stays."""
         names = [name for name in (whole, *rows) if name in self._files]
         shapes = [self.shapes[name] for name in names]
-        if len({shape[1:] for shape in shapes}) != 1 or sum(math.prod(shape[:1]) for shape in shapes) != sum(
-            rows.values()
-        ):
+        there = sum(math.prod(shape[:1]) for shape in shapes)
+        if len({shape[1:] for shape in shapes}) != 1 or there != sum(rows.values()):
             return
         stored, first = tuple(self._files.pop(name) for name in names), 0
         for name in names:
@@ -175,10 +174,10 @@ class TensorFiles:
         stored = self._files[name]
         if stored.joined:
             raw = np.concatenate([each.file.get_tensor(each.name) for each in stored.joined])[stored.part]
+        elif stored.part:
+            raw = stored.file.get_slice(stored.name)[stored.part]
         else:
-            raw = (
-                stored.file.get_slice(stored.name)[stored.part] if stored.part else stored.file.get_tensor(stored.name)
-            )
+            raw = stored.file.get_tensor(stored.name)
         tensor: npt.NDArray[np.float32] = raw.astype(np.float32)
         if stored.scales:
             tensor = _widened(raw, stored.scales.file.get_tensor(stored.scales.name))

@@ -45,8 +45,8 @@ class TensorPlace:
     # What has it: the layers of a kind that stages divide (`ModelConfig.kinds`), the first ones, which are dense
     # (`dense_blocks`), or prediction modules (`prediction`).
     of: str = ""
-    # Where theirs has rotary features in pairs, of which ours has the first ones before all second ones: among the last
-    # outputs of each head, or of all.
+    # Where theirs has rotary features in pairs, of which ours has the first ones before all second ones, if positions
+    # rotate them: among the last outputs of each head, or of all.
     pairs: Literal["", "in heads", "at the end"] = ""
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -79,7 +79,7 @@ class TensorPlace:
         return self._reordered(tensor, config, (2, config.rotary_size // 2))
 
     def _reordered(self, tensor: Tensor, config: ModelConfig, sides: tuple[int, int]) -> Tensor:
-        if not self.pairs:
+        if not (self.pairs and config.rotary):
             return tensor
         heads = config.num_heads if self.pairs == "in heads" else 1
         parts = tensor.reshape(heads, -1, *tensor.shape[1:])
@@ -96,9 +96,9 @@ def linear(ours: str, theirs: str, dims: str) -> dict[str, TensorPlace]:
     }
 
 
-def norm(ours: str, theirs: str) -> dict[str, TensorPlace]:
-    """Scale and bias of a LayerNorm."""
-    return {f"{ours}/scale": TensorPlace(f"{theirs}.weight", "D"), f"{ours}/bias": TensorPlace(f"{theirs}.bias", "D")}
+def norm(ours: str, theirs: str, dims: str = "D") -> dict[str, TensorPlace]:
+    """Scale and bias of a norm; as of `linear`, those that a model does not have are not looked for."""
+    return {f"{ours}/scale": TensorPlace(f"{theirs}.weight", dims), f"{ours}/bias": TensorPlace(f"{theirs}.bias", dims)}
 
 
 def dim_sizes(config: ModelConfig) -> dict[str, int]:
@@ -121,10 +121,13 @@ def dim_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def spelling(*pairs: tuple[str, str]) -> Spelling:
-    """Names may have the second of a pair in place of the first."""
+    """Names that do not exist may have the second of a pair in place of the first."""
 
     def of(there: Collection[str]) -> Callable[[str], str]:
-        return lambda name: next((other for other in (name.replace(*pair) for pair in pairs) if other in there), name)
+        def spelled(name: str) -> str:
+            return next((each for each in (name, *(name.replace(*pair) for pair in pairs)) if each in there), name)
+
+        return spelled
 
     return of
 
@@ -156,11 +159,6 @@ class TensorPlaces:
         """The names of prediction modules' tensors."""
         places = (place for place in self.shared.values() if place.of == "prediction")
         return {name for place in places for _, name in place.tensors(config)}
-
-    def written(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor that is written."""
-        shapes = self.shapes(config)
-        return shapes | {copy: shapes[name] for copy, name in self.written_copies.items()}
 
     def fused_tensors(self, config: ModelConfig) -> dict[str, list[list[str]]]:
         """The tensors that `fused` describes, each with the names of every expert's."""

@@ -1,6 +1,5 @@
 """Where config.json says how many tokens a token sees, and in which layers: windows of attention."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,19 +33,19 @@ class Window:
         covered = "sliding_window", "window_layers", "window_rope_theta"
         return OptionGroup(covered, self._read, self._write, self._lacks)
 
-    def _read(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    def _read(self, fields: Fields) -> dict[str, Any]:
         size, layers = fields.get("sliding_window", None if self.never else self.size), fields["num_hidden_layers"]
         if self.never:
             fields.check("sliding_window", None)
         if self.switched:
             fields.check("use_sliding_window", False, True)
             size = size if fields.get("use_sliding_window") else None
-        if size is not None and (type(size) is not int or not 0 < size < 1_000_000_000):
-            raise fields.refusal("sliding_window", size, "null, or a whole number above 0")
+        if size is not None:
+            fields.whole("sliding_window", size, "null, or a whole number above 0", least=1, most=999_999_999)
         windowed = self._windowed(fields, layers, size is not None)
         if not any(windowed):
-            return {"model.sliding_window": 0, "model.window_rope_theta": 0.0}
-        return {"model.sliding_window": size, "model.window_layers": in_turns(windowed)}
+            return {"sliding_window": 0, "window_rope_theta": 0.0}
+        return {"sliding_window": size, "window_layers": in_turns(windowed)}
 
     def _windowed(self, fields: Fields, layers: int, has_window: bool) -> list[bool]:
         """Which layers have the window; without one, none has."""
@@ -65,13 +64,13 @@ class Window:
 
     def _by_number(self, fields: Fields, layers: int) -> list[bool]:
         """The same without `layer_types`."""
-        first = fields.get("max_window_layers", self.first) if self.first is not None else 0
-        if type(first) is not int or first < 0:
-            raise fields.refusal("max_window_layers", first, "0 or more: layers before this one have no window")
-        pattern = layers + 1 if self.pattern is None else self.pattern
-        pattern = fields.get("sliding_window_pattern", pattern) if self.local else pattern
-        if type(pattern) is not int or pattern < 1:
-            raise fields.refusal("sliding_window_pattern", pattern, "1 or more: every so many layers one has no window")
+        first, pattern = 0, self.pattern or layers + 1
+        if self.first is not None:
+            valid = "0 or more: layers before this one have no window"
+            first = fields.whole("max_window_layers", self.first, valid)
+        if self.local:
+            valid = "1 or more: every so many layers one has no window"
+            pattern = fields.whole("sliding_window_pattern", pattern, valid, least=1)
         return [layer >= first and (layer + 1) % pattern > 0 for layer in range(layers)]
 
     def _write(self, model: ModelConfig) -> dict[str, Any]:

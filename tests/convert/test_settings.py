@@ -269,7 +269,7 @@ def test_where_rotary_features_are(pairs: Any, first: list[int]) -> None:
     """Three pairs of features, which are the last of two heads' eight, or of all: the first ones before the others."""
     place, model, theirs = (
         TensorPlace("", "", pairs=pairs),
-        tiny_config(num_heads=2, rotary_size=6).model,
+        tiny_config(num_heads=2, rotary_size=6, positions="rotary").model,
         np.arange(16),
     )
     expected = np.array([0, 1, *first, 8, 9, 10, 12, 14, 11, 13, 15])

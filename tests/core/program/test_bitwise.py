@@ -49,7 +49,7 @@ PLAIN_ROPE = {"rope_scaling": "none", "rope_factor": 1.0, "rope_score_scale": 0.
 EXPERTS = MIXTURE | PLAIN_ROPE | {"balance": "both", "shared_expert_gate": True}
 DEEPSEEK = MIXTURE | LATENT | PLAIN_ROPE | {"router_scores": "sigmoid", "dense_layers": 1, "balance": "bias"}
 DEEPSEEK |= {"expert_groups": 4, "chosen_groups": 2, "share_scale": 1.5}
-LINEAR = QWEN3 | {"linear_heads": 4, "linear_key_size": 6, "linear_value_size": 4, "layer_order": "pre-reordered"}
+HYBRID = QWEN3 | {"linear_heads": 4, "linear_key_size": 6, "linear_value_size": 4, "layer_order": "pre-reordered"}
 ALL_LINEAR = {"linear_layers": "all", "query_key_norm": False, "sliding_window": 0}
 BERT = {"family": "bert", "activation": "gelu", "layer_order": "post"}
 
@@ -93,8 +93,8 @@ def own_loss(logits: Logits, batch: Any) -> dict[str, jax.Array]:
         full(2, (2, 2, 2), DECODER | DEEPSEEK | {"num_layers": 5, "precision": "bf16"}),
         full(4, (1, 2, 2), DECODER | DEEPSEEK | {"num_layers": 3, "weight_gradients": "deferred"}),
         full(4, (1, 1, 4), DECODER | EXPERTS | GPT_OSS | {"precision": "bf16"}),
-        full(4, (2, 2, 2), DECODER | LINEAR | ALL | {"linear_layers": "1,1", "num_layers": 8}),
-        full(2, (2, 1, 2), DECODER | LINEAR | ALL_LINEAR | {"linear_decay": "channel", "precision": "bf16"}),
+        full(4, (2, 2, 2), DECODER | HYBRID | ALL | {"linear_layers": "1,1", "num_layers": 8}),
+        full(2, (2, 1, 2), DECODER | HYBRID | ALL_LINEAR | {"linear_decay": "channel", "precision": "bf16"}),
     ],
 )
 def test_every_mesh_has_the_bits_of_one_device(parts: int, mesh: tuple[int, ...], others: dict[str, Any]):
