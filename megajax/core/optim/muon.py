@@ -31,6 +31,7 @@ from megajax.core.mesh import matrix_dims
 from megajax.core.optim.adam import choose, scale_by_adam
 from megajax.core.optim.config import OptimizerConfig
 from megajax.core.parallel.collectives import axis_size, entry_axes, exchange, gather_shards, own_shard, spec_axes
+from megajax.core.parallel.fixed_tree import pairwise
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding
 from megajax.core.trees import Path, Tree
 
@@ -169,10 +170,11 @@ class MuonState(NamedTuple):
 
 
 def scale_by_muon(
-    config: OptimizerConfig, matrices: Mapping[Path, Matrices], dtype: DTypeLike
+    config: OptimizerConfig, matrices: Mapping[Path, Matrices], dtype: DTypeLike, *, same_bits: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """Updates by Muon for the weights at the paths of `matrices`, by AdamW for the others, before weight decay and
-    learning rate. Like `scale_by_adam`, the state does not change if a step is not `taken`. Products are in `dtype`."""
+    learning rate. Like `scale_by_adam`, the state does not change if a step is not `taken`. Products are in `dtype`.
+    `same_bits`: however matrices are dealt out."""
     adam, beta = scale_by_adam(config), config.muon_momentum
 
     def parts(tree: Tree) -> tuple[Tree, Tree]:
@@ -193,7 +195,7 @@ def scale_by_muon(
         ahead = optax.tree.bias_correction(momentum, beta, count + 1)
         now = optax.tree.bias_correction(mine, beta, count)
         nesterov = jax.tree.map(lambda mean, grad: beta * mean + (1 - beta) * grad, ahead, now)
-        updates = orthogonal_updates(flatten_dict(nesterov), matrices, config, dtype)
+        updates = orthogonal_updates(flatten_dict(nesterov), matrices, config, dtype, same_bits=same_bits)
         return unflatten_dict(flatten_dict(steps) | updates), MuonState(momentum, adams)
 
     return optax.GradientTransformationExtraArgs(init, advance)
@@ -201,7 +203,12 @@ def scale_by_muon(
 
 @jax.named_scope("muon")
 def orthogonal_updates(
-    momenta: Mapping[Path, Array], matrices: Mapping[Path, Matrices], config: OptimizerConfig, dtype: DTypeLike
+    momenta: Mapping[Path, Array],
+    matrices: Mapping[Path, Matrices],
+    config: OptimizerConfig,
+    dtype: DTypeLike,
+    *,
+    same_bits: bool = False,
 ) -> dict[Path, Array]:
     """The updates of matrix weights from their momenta; both are this device's shards."""
     dealt: dict[_Deal, dict[Path, Array]] = defaultdict(dict)
@@ -220,7 +227,7 @@ def orthogonal_updates(
     for deal, parts in dealt.items():
         stacked = jnp.concatenate([*parts.values()])
         filled = jnp.pad(stacked, ((0, -len(stacked) % deal.devices), (0, 0), (0, 0)))
-        shards = deal.shards(orthogonalized(deal.whole(filled), config, dtype))
+        shards = deal.shards(orthogonalized(deal.whole(filled), config, dtype, same_bits=same_bits))
         ends = list(itertools.accumulate(map(len, parts.values())))
         for path, x_NRC in zip(parts, jnp.split(shards, ends)[:-1], strict=True):
             x_NRC = x_NRC if is_wide[path] else x_NRC.mT
@@ -228,10 +235,13 @@ def orthogonal_updates(
     return updates
 
 
-def orthogonalized(x_NRC: Array, config: OptimizerConfig, dtype: DTypeLike) -> Array:
+def orthogonalized(x_NRC: Array, config: OptimizerConfig, dtype: DTypeLike, *, same_bits: bool = False) -> Array:
     """Approximately U V' for every matrix U S V', by Newton-Schulz iterations in `dtype`; a matrix may not have more
     rows than columns."""
-    norm_N11 = jnp.sqrt(jnp.sum(jnp.square(x_NRC), (1, 2), keepdims=True))
+    squares_NRC = jnp.square(x_NRC)
+    # XLA adds in another order where matrices have come by an exchange, or are transposed: it lays them out otherwise.
+    total_N = pairwise(squares_NRC.reshape(len(x_NRC), -1).T) if same_bits else jnp.sum(squares_NRC, (1, 2))
+    norm_N11 = jnp.sqrt(total_N)[:, None, None]
     x_NRC = (x_NRC / (norm_N11 + config.epsilon)).astype(dtype)
     a, b, c = (jnp.asarray(value, dtype) for value in COEFFICIENTS)
     # GPUs may use fewer bits for fp32 products (TF32), unless fp32 was requested for these iterations.

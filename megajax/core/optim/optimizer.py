@@ -17,6 +17,8 @@ def make_optimizer(
     matrices: Mapping[Path, Matrices],
     decays: Tree,
     dtype: DTypeLike,
+    *,
+    same_bits: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW or Muon with the run's learning-rate schedule; weight decay on matrices and embeddings only.
 
@@ -24,9 +26,10 @@ def make_optimizer(
         matrices: the weights that Muon updates, by path.
         decays: which weights decay.
         dtype: the dtype of Muon's products.
+        same_bits: whether Muon's updates have the same bits on every mesh.
     """
     muon = config.name == "muon"
-    first = scale_by_muon(config, matrices, dtype) if muon else scale_by_adam(config)
+    first = scale_by_muon(config, matrices, dtype, same_bits=same_bits) if muon else scale_by_adam(config)
     return optax.chain(  # as in optax.adamw and optax.contrib.muon
         first,
         optax.add_decayed_weights(config.weight_decay, decays),

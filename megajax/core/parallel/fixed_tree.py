@@ -97,6 +97,8 @@ def pairwise(x_P: Array) -> Array:
     """The sum over the first dim, neighbours first, in at least fp32 if it is a float's."""
     x_P = x_P.astype(at_least_fp32(x_P.dtype)) if jnp.issubdtype(x_P.dtype, jnp.floating) else x_P
     while len(x_P) > 1:
+        if len(x_P) % 2:
+            x_P = jnp.concatenate([x_P, jnp.zeros_like(x_P[:1])])
         x_P = x_P[::2] + x_P[1::2]
     return x_P[0]
 

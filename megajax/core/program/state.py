@@ -123,7 +123,9 @@ class StateLayout:
         dtype = self.main_dtype if wide else self.compute_dtype
         shapes = model.shapes | ({LORA: adapters.shapes} if adapters else {})
         self.own, self.mixing = own_optimizer(config.optimizer, config.own_optimizer), ""
-        self.optimizer: Any = make_optimizer(config.optimizer, self.matrices, self.decays, dtype)
+        self.optimizer: Any = make_optimizer(
+            config.optimizer, self.matrices, self.decays, dtype, same_bits=config.bitwise > 0
+        )
         if self.own:
             of_main = jax.tree.map(lambda leaf: leaf.update(dtype=self.main_dtype), self.trained(shapes))
             layered = [path for path, weight in self._by_path.items() if weight.layered]

@@ -51,6 +51,7 @@ DEEPSEEK = MIXTURE | LATENT | PLAIN_ROPE | {"router_scores": "sigmoid", "dense_l
 DEEPSEEK |= {"expert_groups": 4, "chosen_groups": 2, "share_scale": 1.5}
 HYBRID = QWEN3 | {"linear_heads": 4, "linear_key_size": 6, "linear_value_size": 4, "layer_order": "pre-reordered"}
 ALL_LINEAR = {"linear_layers": "all", "query_key_norm": False, "sliding_window": 0}
+MUON = {"optimizer": {"name": "muon", "zero_ranks": 2}}
 BERT = {"family": "bert", "activation": "gelu", "layer_order": "post"}
 
 
@@ -73,7 +74,7 @@ def own_loss(logits: Logits, batch: Any) -> dict[str, jax.Array]:
 @pytest.mark.parametrize(
     ("parts", "mesh", "others"),
     [
-        pytest.param(4, (2, 1, 2), DECODER | EXPERTS | {"zero": 3, "num_layers": 1}, marks=pytest.mark.slow),
+        pytest.param(4, (2, 1, 2), DECODER | EXPERTS | MUON | {"zero": 3, "num_layers": 1}, marks=pytest.mark.slow),
         full(4, (2, 2, 2), DECODER | {"zero": 3, "weight_gradients": "deferred", "dropout": 0.1}),
         full(1, (8, 1, 1), DECODER | {"dropout": 0.1}),
         full(1, (2, 2, 1), DECODER | ALL | {"precision": "bf16"}),
@@ -86,7 +87,7 @@ def own_loss(logits: Logits, batch: Any) -> dict[str, jax.Array]:
         full(2, (2, 2, 2), BERT),
         full(4, (2, 2, 2), DECODER | ALL | {"sequence_parallel": True, "dropout": 0.1}),
         full(4, (1, 1, 4), DECODER | GEMMA | {"sequence_parallel": True, "precision": "bf16"}),
-        full(2, (4, 1, 2), DECODER | {"optimizer": {"name": "muon", "zero_ranks": 2}, "zero": 3, "num_layers": 1}),
+        full(2, (4, 1, 2), DECODER | MUON | {"zero": 3, "num_layers": 1}),
         full(4, (1, 2, 4), DECODER | {"lora": LoraConfig(rank=3), "weight_gradients": "deferred"}),
         full(4, (2, 1, 2), DECODER | {"loss": Loss(own_loss, measures=("entropy",)), "num_layers": 1}),
         full(4, (2, 2, 2), DECODER | EXPERTS | ALL | {"expert_capacity": 1.0}),
