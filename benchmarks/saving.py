@@ -68,7 +68,6 @@ def memory(config: Config) -> dict[str, float]:
     start(config)
     from megajax.core.parallel.collectives import PIPE
     from megajax.core.program.program import Program
-    from megajax.core.program.state import is_stacked
     from megajax.core.program.transfer import Transfer
 
     layout = Program.on(config).layout
@@ -82,7 +81,7 @@ def memory(config: Config) -> dict[str, float]:
     there, back = [], []
     targets = jax.tree_util.tree_leaves_with_path(transfer.targets.params)
     for (path, target), leaf in zip(targets, jax.tree.leaves(weights), strict=True):
-        spec, canonical, stacked = leaf.sharding.spec, target.sharding.spec, is_stacked(path)
+        spec, canonical, stacked = leaf.sharding.spec, target.sharding.spec, layout.is_stacked(path)
         by_stage = transfer.goes_by_stages(stacked, canonical)
         inputs = [np.int32(0)] if by_stage else []
         stored = (
