@@ -103,8 +103,8 @@ def gelu_tanh(x_BTF: Array) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gelu_of_gpus(x_BTF: Array, in_product: bool) -> Array:
     """The same function as `x sigmoid(2 u)`, where tanh is that of u; or `in_product` in the form that XLA recognizes
-    after a product in bf16 and computes as a part of it, in fp32. Anywhere else that form would be rounded after every
-    operation, as after one of a single row."""
+    after a product in bf16 and computes as a part of it, in fp32. Anywhere else, and after a product of a single row,
+    that form would be rounded after every operation."""
     if in_product and x_BTF.dtype == jnp.bfloat16 and any(size != 1 for size in x_BTF.shape[:-1]):
         return jax.nn.gelu(x_BTF, approximate=True)
     x = x_BTF.astype(at_least_fp32(x_BTF.dtype))

@@ -19,7 +19,7 @@ from jax import Array, lax
 
 from megajax.core.backend import Backend
 from megajax.core.parallel.boundary import RegionBoundary
-from megajax.core.parallel.collectives import TENSOR, axis_index, axis_size, vary, varying_axes
+from megajax.core.parallel.collectives import TENSOR, axis_index, axis_size, vary_as
 from megajax.core.parallel.float8 import Copies, Float8Rule, Scaled, multiplied
 from megajax.core.parallel.products import (
     DenseRule,
@@ -204,7 +204,7 @@ class ColumnParallelLinear(_DenseLayer):
         if part is None:
             return gradient
         nothing = jnp.zeros_like(gradient, shape=self.weight.shape)
-        return lax.dynamic_update_slice_in_dim(vary(nothing, sorted(varying_axes(gradient))), gradient, part, 1)
+        return lax.dynamic_update_slice_in_dim(vary_as(nothing, gradient), gradient, part, 1)
 
     @staticmethod
     def weight_gradients(factors: Pair, linears: Sequence[Any]) -> list[Array]:

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
 from megajax.core.backend import Backend
-from megajax.core.parallel.collectives import TENSOR, axis_size, sum_in_tree, vary, varying_axes
+from megajax.core.parallel.collectives import TENSOR, axis_size, sum_in_tree, vary_as
 from megajax.core.parallel.fixed_tree import active, in_chunks, pairwise
 from megajax.core.precision import at_least_fp32
 
@@ -55,8 +55,8 @@ class Rule(Protocol):
 
 def products(rule: Rule, x: Array, weights: Sequence[Array], *beside: Any, trained: bool = True) -> list[Array]:
     """The outputs of the products of `x` with the weights, differentiable; the weights have gradients if `trained`."""
-    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((x, weights, beside))))
-    x, weights, beside = vary((x, list(weights), beside), sorted(axes))
+    given = x, list(weights), beside
+    x, weights, beside = vary_as(given, given)
     if rule.together:
         return _products(rule, trained, x, weights, beside)
     return [_products(rule, trained, x, [weight], beside)[0] for weight in weights]
@@ -162,7 +162,7 @@ def ranks_in_parts() -> int:
 def _spread(parts: int, by_bits: bool, weight: Array, like: Array) -> Array:
     @custom_vmap
     def of(weight: Array, like: Array) -> Array:
-        return vary(_spread_over(weight, like.shape), sorted(varying_axes(like)))
+        return vary_as(_spread_over(weight, like.shape), like)
 
     @of.def_vmap
     def _(size: int, mapped: list[bool], weight: Array, like: Array) -> tuple[Array, bool]:
@@ -201,4 +201,4 @@ def _by_bits(x: Array) -> Array:
     return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
 
 
-_spread.defvjp(lambda *args: (_spread(*args), args[2]), _spread_gradient)
+_spread.defvjp(lambda parts, by_bits, weight, like: (_spread(parts, by_bits, weight, like), weight), _spread_gradient)

@@ -12,7 +12,7 @@ neither mesh nor precision: layers `[L, …]`, and only main weights.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from operator import attrgetter
 from typing import Any
@@ -133,9 +133,11 @@ class StateLayout:
             self.optimizer = ByLayer(self.own.transformation(config.optimizer), of_main, layered, shards)
             self.mixing = {None: self.optimizer.mixing, False: "the user says so", True: ""}[self.own.elementwise]
         self.canonical_shapes: TrainState = jax.eval_shape(self._begun, shapes)
-        self._fresh = lambda: self._begun(
-            model.init(config.seed) | ({LORA: adapters.init(config.seed)} if adapters else {})
-        )
+
+        def fresh() -> TrainState:
+            return self._begun(model.init(config.seed) | ({LORA: adapters.init(config.seed)} if adapters else {}))
+
+        self._fresh = fresh
 
     def _shard_of(self, weight: Weight) -> jax.ShapeDtypeStruct:
         """What a device has of a weight's main copy, layers [L, …]."""
@@ -288,8 +290,7 @@ class StateLayout:
             return following(self.pipelined(self._begun(weights)))
 
         params, main, average, copies = self._jitted(begun, following(self.specs))(state, canonical)
-        first = partial(jax.tree.map, lambda new, old: old if new is None else new, is_leaf=lambda x: x is None)
-        optimizer = first(copies, state.optimizer)
+        optimizer = jax.tree.map(_first, copies, state.optimizer, is_leaf=lambda x: x is None)
         return dataclasses.replace(state, params=params, main=main, average=average, optimizer=optimizer)
 
     @cached_property
@@ -384,6 +385,10 @@ class StateLayout:
         if weight:
             leaf = weight.sharding_of(spec).padded(leaf)
         return leaf if dtype is None else leaf.astype(dtype)
+
+
+def _first(new: Array | None, old: Array) -> Array:
+    return old if new is None else new
 
 
 def _shards(way: str, weights: Tree) -> Shards:

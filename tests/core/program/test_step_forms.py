@@ -1,5 +1,7 @@
 """Which forms a train step takes on GPUs, and that it has them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +63,25 @@ def test_gelu_is_in_the_form_that_xla_joins_to_a_product_only_after_a_plain_one(
     program = Program.abstract(tiny_config(**{"precision": "bf16", "num_layers": 1} | others), GPU)
     step = str(train_step(program).trace(program.layout.shapes, program.batch_types).jaxpr)
     assert ("tanh" in step) == (not others)
+    assert (":u16[" in step) == (others != {"bias": "none"})  # gradients of biases are sums of bits
+
+
+@pytest.mark.parametrize(("others", "matrices"), [({}, 6), ({"dropout": 0.1}, 2), ({"sequence_parallel": True}, 0)])
+def test_residuals_are_added_as_matrices_where_nothing_is_between_them_and_the_product(others, matrices):
+    """And biases of LayerNorms; those of both products always, unless tokens are scattered."""
+    config = tiny_config((1, 1, 2), **{"dropout": 0.0, "bias": "all", "num_layers": 1, "microbatch": 2} | others)
+    program = Program.abstract(config, CPU)
+    step = str(train_step(program).trace(program.layout.shapes, program.batch_types).jaxpr)
+    rows, columns = 2 * config.model.sequence_length, config.model.hidden_size
+    found = len(re.findall(rf":f32\[{rows},{columns}\](?:\{{[^}}]*\}})? = add ", step))
+    assert found == matrices
+
+
+@pytest.mark.parametrize(("backend", "scaled"), [(GPU, True), (GPU, False), (CPU, True)])
+def test_only_products_in_8_bits_on_gpus_are_scaled_again_in_the_backward_pass(backend, scaled):
+    model = tiny_config(activation="swiglu", bias="none").model
+    traced = jax.make_jaxpr(lambda x: activated([x, x], model, backend, scaled=scaled))(jnp.ones(2))
+    assert ("prevent_cse=False" in str(traced)) == (backend is GPU and scaled)
 
 
 def test_gradients_of_biases_by_bits_are_those_by_conversion():
